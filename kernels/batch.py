@@ -1,0 +1,36 @@
+"""The index tensors of one step, and K and V of one layer. Knows shapes, not sequences."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """One step as index tensors, on the device. Built once, read by every layer.
+
+    Spans are ordered decode first: the first num_decode spans have exactly one query token each.
+    """
+
+    page_table: Tensor  # int32 [max_running + 1, width]: slots; the last row is the dummy row
+    rows: Tensor  # int32 [num_spans]: padding points at the dummy row
+    kv_lens: Tensor  # int32 [num_spans]: tokens to attend to, this step's included
+    q_indptr: Tensor  # int32 [num_spans + 1]: rows of q of each span
+    positions: Tensor  # int32 [num_tokens]: absolute position of each query token
+    write_slots: Tensor  # int32 [num_tokens]: where this step's K and V go
+    num_decode: int
+    max_q_len: int
+    max_kv_len: int
+    page_size: int
+    # The same columns on the host, for backends that plan there.
+    rows_host: list[int]
+    kv_lens_host: list[int]
+    q_lens_host: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayer:
+    """K and V of one layer, viewed by slot: no copies of the pool's memory."""
+
+    k: Tensor  # [num_slots, num_kv_heads, head_dim]
+    v: Tensor  # [num_slots, num_kv_heads, head_dim]

@@ -1,0 +1,1 @@
+"""Where a model comes from: names to files on this disk. No tensors, no torch."""

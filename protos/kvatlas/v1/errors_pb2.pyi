@@ -1,0 +1,66 @@
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from typing import ClassVar as _ClassVar
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ERROR_REASON_UNSPECIFIED: _ClassVar[ErrorReason]
+    ERROR_REASON_INVALID_FIELD: _ClassVar[ErrorReason]
+    ERROR_REASON_PROMPT_TOO_LONG: _ClassVar[ErrorReason]
+    ERROR_REASON_EXCEEDS_PAGE_POOL: _ClassVar[ErrorReason]
+    ERROR_REASON_MALFORMED_MESSAGE: _ClassVar[ErrorReason]
+    ERROR_REASON_MODEL_NOT_FOUND: _ClassVar[ErrorReason]
+    ERROR_REASON_DUPLICATE_REQUEST_ID: _ClassVar[ErrorReason]
+    ERROR_REASON_QUEUE_FULL: _ClassVar[ErrorReason]
+    ERROR_REASON_QUOTA_EXCEEDED: _ClassVar[ErrorReason]
+    ERROR_REASON_QUEUE_TIMEOUT: _ClassVar[ErrorReason]
+    ERROR_REASON_SLOW_READER: _ClassVar[ErrorReason]
+    ERROR_REASON_DRAINING: _ClassVar[ErrorReason]
+    ERROR_REASON_NOT_READY: _ClassVar[ErrorReason]
+    ERROR_REASON_WORKER_LOST: _ClassVar[ErrorReason]
+    ERROR_REASON_DEVICE_OUT_OF_MEMORY: _ClassVar[ErrorReason]
+    ERROR_REASON_FEATURE_DISABLED: _ClassVar[ErrorReason]
+    ERROR_REASON_BAD_CREDENTIALS: _ClassVar[ErrorReason]
+    ERROR_REASON_MISSING_SCOPE: _ClassVar[ErrorReason]
+    ERROR_REASON_DEADLINE_TOO_SHORT: _ClassVar[ErrorReason]
+    ERROR_REASON_INTERNAL: _ClassVar[ErrorReason]
+    ERROR_REASON_SEQUENCE_NOT_FOUND: _ClassVar[ErrorReason]
+    ERROR_REASON_CANCELLED_BY_OPERATOR: _ClassVar[ErrorReason]
+    ERROR_REASON_WORKER_NOT_FOUND: _ClassVar[ErrorReason]
+    ERROR_REASON_WORKER_ID_REQUIRED: _ClassVar[ErrorReason]
+    ERROR_REASON_PIN_LIMIT: _ClassVar[ErrorReason]
+    ERROR_REASON_RECORDING_NOT_FOUND: _ClassVar[ErrorReason]
+    ERROR_REASON_RECORDING_RUNNING: _ClassVar[ErrorReason]
+    ERROR_REASON_WATCH_LIMIT: _ClassVar[ErrorReason]
+    ERROR_REASON_DEADLINE_PASSED: _ClassVar[ErrorReason]
+ERROR_REASON_UNSPECIFIED: ErrorReason
+ERROR_REASON_INVALID_FIELD: ErrorReason
+ERROR_REASON_PROMPT_TOO_LONG: ErrorReason
+ERROR_REASON_EXCEEDS_PAGE_POOL: ErrorReason
+ERROR_REASON_MALFORMED_MESSAGE: ErrorReason
+ERROR_REASON_MODEL_NOT_FOUND: ErrorReason
+ERROR_REASON_DUPLICATE_REQUEST_ID: ErrorReason
+ERROR_REASON_QUEUE_FULL: ErrorReason
+ERROR_REASON_QUOTA_EXCEEDED: ErrorReason
+ERROR_REASON_QUEUE_TIMEOUT: ErrorReason
+ERROR_REASON_SLOW_READER: ErrorReason
+ERROR_REASON_DRAINING: ErrorReason
+ERROR_REASON_NOT_READY: ErrorReason
+ERROR_REASON_WORKER_LOST: ErrorReason
+ERROR_REASON_DEVICE_OUT_OF_MEMORY: ErrorReason
+ERROR_REASON_FEATURE_DISABLED: ErrorReason
+ERROR_REASON_BAD_CREDENTIALS: ErrorReason
+ERROR_REASON_MISSING_SCOPE: ErrorReason
+ERROR_REASON_DEADLINE_TOO_SHORT: ErrorReason
+ERROR_REASON_INTERNAL: ErrorReason
+ERROR_REASON_SEQUENCE_NOT_FOUND: ErrorReason
+ERROR_REASON_CANCELLED_BY_OPERATOR: ErrorReason
+ERROR_REASON_WORKER_NOT_FOUND: ErrorReason
+ERROR_REASON_WORKER_ID_REQUIRED: ErrorReason
+ERROR_REASON_PIN_LIMIT: ErrorReason
+ERROR_REASON_RECORDING_NOT_FOUND: ErrorReason
+ERROR_REASON_RECORDING_RUNNING: ErrorReason
+ERROR_REASON_WATCH_LIMIT: ErrorReason
+ERROR_REASON_DEADLINE_PASSED: ErrorReason

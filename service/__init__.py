@@ -1,0 +1,1 @@
+"""The service: text, clients and routing. Runs without torch."""

@@ -1,0 +1,1 @@
+"""The workers: links to them, their pages, which one gets a request."""

@@ -1,0 +1,1 @@
+"""gRPC handlers: the edge where wire types stop."""

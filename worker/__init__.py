@@ -1,0 +1,1 @@
+"""The worker: integers, pages and the device. Knows no text and no gRPC."""

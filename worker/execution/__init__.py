@@ -1,0 +1,1 @@
+"""The device step: a decision in, sampled tokens out."""

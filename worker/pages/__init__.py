@@ -1,0 +1,1 @@
+"""Who owns which page. Plain Python: no tensors, no requests, no wire."""
