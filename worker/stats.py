@@ -1,0 +1,93 @@
+"""Frozen numbers of one step, and frozen views of sequences, for observers on other threads.
+
+Knows nothing of the pool or the scheduler: they fill it, readers read it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from worker.ids import Owner, PageId, Row, SequenceId
+
+
+class SequenceState(IntEnum):
+    """Life of a sequence; numbers are those of cache.proto."""
+
+    WAITING = 1
+    PREFILL = 2
+    DECODE = 3
+    PREEMPTED = 4
+
+
+class WaitReason(IntEnum):
+    """Why a sequence does not run; numbers are those of cache.proto."""
+
+    NONE = 0
+    PAGES = 1
+    ROWS = 2
+    STEP_TOKENS = 3
+    PRIORITY = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceView:
+    """A live sequence as the page map shows it."""
+
+    sequence_id: SequenceId
+    request_id: str
+    choice_index: int
+    owner: Owner  # 0 while it waits
+    row: Row | None
+    state: SequenceState
+    page_ids: tuple[PageId, ...]  # in token order, from first_page_index on
+    first_page_index: int  # pages before page_ids that did not change
+    token_count: int  # tokens with KV in those pages
+    prompt_tokens: int
+    prefix: tuple[int, int, int, int] | None  # hit, miss_cold, miss_evicted, unaligned
+    priority: int
+    preemptions: int
+    receive_time_ns: int
+    wait_reason: WaitReason
+    needed_pages: int
+    tenant: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One step as the metrics see it."""
+
+    number: int
+    seconds: float  # launch to result
+    num_sequences: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+
+    @property
+    def phase(self) -> str:
+        """prefill, decode or mixed."""
+        if self.num_prefill_tokens == 0:
+            return "decode"
+        return "mixed" if self.num_decode_tokens else "prefill"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounts:
+    """Totals of the engine since its start, and what it holds now. One snapshot, so that it adds up."""
+
+    running_sequences: int = 0
+    running_requests: int = 0
+    waiting_requests: int = 0
+    waiting_by_reason: Mapping[WaitReason, int] = field(default_factory=dict)
+    waiting_uncached_tokens: int = 0
+    prompt_tokens_computed_total: int = 0
+    output_tokens_total: int = 0
+    hit_tokens_total: int = 0
+    miss_cold_tokens_total: int = 0
+    miss_evicted_tokens_total: int = 0
+    unaligned_tokens_total: int = 0
+    preemptions_total: int = 0
+    preempted_tokens_total: int = 0
+    allocation_failures_total: int = 0
+    capacity_evictions_total: int = 0
+    flush_evictions_total: int = 0
