@@ -1,0 +1,181 @@
+"""Everything that a call can raise, told apart by what the caller can do about it.
+
+    KvatlasError
+    ├── InvalidRequest      the request is wrong: a retry cannot help (violations say where)
+    ├── NotFound            no such model, sequence, page or worker
+    ├── PermissionDenied    credentials missing, or not enough
+    ├── Refused             a quota, a queue timeout, a limit: try again after `retry_seconds`
+    ├── Unavailable         no server, or one that drains or starts: another may take it
+    ├── DeadlineExceeded    the call's deadline passed
+    ├── Cancelled           ended by this client, or by an operator
+    ├── ServerFailure       the server failed on it; its log has the request id
+    └── Incomplete          the stream broke its own rules: tokens are missing, or the summary is
+
+Owns the reading of google.rpc details. Judges by ErrorInfo first: statuses may change on the way.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+DOMAIN = "kvatlas.v1"
+DETAILS_KEY = "grpc-status-details-bin"
+MAX_SHOWN = 300  # characters of a foreign message
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One fault of a request, by the path that the client wrote."""
+
+    field: str
+    description: str
+
+
+class KvatlasError(Exception):
+    """A call failed. Prints as one line: reason, then the server's sentence.
+
+    `code` is the gRPC status name, `reason` that of errors.proto without its prefix ("" from a server
+    or proxy that sent none), `metadata` what belongs to the reason, `retry_seconds` the server's hint.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str = "UNKNOWN",
+        reason: str = "",
+        metadata: Mapping[str, str] | None = None,
+        retry_seconds: float | None = None,
+        violations: Sequence[Violation] = (),
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.reason = reason
+        self.metadata = dict(metadata or {})
+        self.retry_seconds = retry_seconds
+        self.violations = tuple(violations)
+
+    def __str__(self) -> str:
+        line = f"{self.reason or self.code}: {self.message}"
+        faults = "; ".join(f"{v.field}: {v.description}" for v in self.violations)
+        return f"{line} ({faults})" if faults and faults not in line else line
+
+    @property
+    def request_id(self) -> str:
+        """Under which the server's log has the call; "" if it gave none."""
+        return self.metadata.get("request_id", "")
+
+
+class InvalidRequest(KvatlasError):
+    """The request is wrong as it stands."""
+
+
+class NotFound(KvatlasError):
+    """What the request names is not there."""
+
+
+class PermissionDenied(KvatlasError):
+    """Credentials are missing, bad, or not enough."""
+
+
+class Refused(KvatlasError):
+    """A limit was reached: later it may work."""
+
+
+class Unavailable(KvatlasError):
+    """No server took the call."""
+
+
+class DeadlineExceeded(KvatlasError):
+    """The deadline passed, or could not have been met."""
+
+
+class Cancelled(KvatlasError):
+    """Somebody ended the call."""
+
+
+class ServerFailure(KvatlasError):
+    """The server failed, or lost what it had begun."""
+
+
+class Incomplete(KvatlasError):
+    """A stream ended, or went on, against its own rules."""
+
+
+_BY_CODE: Mapping[str, type[KvatlasError]] = {
+    "INVALID_ARGUMENT": InvalidRequest,
+    "FAILED_PRECONDITION": InvalidRequest,
+    "ALREADY_EXISTS": InvalidRequest,
+    "OUT_OF_RANGE": InvalidRequest,
+    "NOT_FOUND": NotFound,
+    "UNAUTHENTICATED": PermissionDenied,
+    "PERMISSION_DENIED": PermissionDenied,
+    "RESOURCE_EXHAUSTED": Refused,
+    "UNAVAILABLE": Unavailable,
+    "DEADLINE_EXCEEDED": DeadlineExceeded,
+    "CANCELLED": Cancelled,
+}
+
+
+def from_rpc_error(error: grpc.RpcError, address: str) -> KvatlasError:
+    """Our error for one of grpc's, sync or aio. `address` is named where no server answered."""
+    code = error.code().name if hasattr(error, "code") else "UNKNOWN"
+    text = (error.details() if hasattr(error, "details") else None) or "no message"
+    trailer: Mapping[str, Any] = {}
+    if hasattr(error, "trailing_metadata"):
+        trailer = dict(error.trailing_metadata() or ())  # type: ignore[arg-type]  # pairs
+    raw = trailer.get(DETAILS_KEY, b"")
+    return build_error(code, text, raw if isinstance(raw, bytes) else b"", address)
+
+
+def build_error(code: str, text: str, raw_details: bytes, address: str) -> KvatlasError:
+    """From a status in parts; `raw_details` is the google.rpc.Status of the trailer, or empty."""
+    details = _parse_details(raw_details)
+    if not details.reason and code == "UNAVAILABLE":
+        text = f"no server answers at {address} ({text[:MAX_SHOWN]})"
+    kind = _BY_CODE.get(code, ServerFailure)
+    return kind(
+        text,
+        code=code,
+        reason=details.reason,
+        metadata=details.metadata,
+        retry_seconds=details.retry_seconds,
+        violations=details.violations,
+    )
+
+
+@dataclass(slots=True)
+class _Details:
+    """What the trailer held."""
+
+    reason: str
+    metadata: dict[str, str]
+    retry_seconds: float | None
+    violations: list[Violation]
+
+
+def _parse_details(raw: bytes) -> _Details:
+    """Unknown details and a trailer that is no Status are passed over: the status itself still counts."""
+    found = _Details("", {}, None, [])
+    try:
+        status = status_pb2.Status.FromString(raw)
+    except Exception:  # protobuf's DecodeError: a proxy may have put anything there
+        return found
+    info = error_details_pb2.ErrorInfo()
+    retry = error_details_pb2.RetryInfo()
+    bad = error_details_pb2.BadRequest()
+    quota = error_details_pb2.QuotaFailure()
+    for detail in status.details:
+        if detail.Unpack(info) and info.domain == DOMAIN:
+            found.reason, found.metadata = info.reason, dict(info.metadata)
+        elif detail.Unpack(retry):
+            found.retry_seconds = retry.retry_delay.ToNanoseconds() / 1e9
+        elif detail.Unpack(bad):
+            found.violations += [Violation(v.field, v.description) for v in bad.field_violations]
+        elif detail.Unpack(quota):
+            found.violations += [Violation(v.subject, v.description) for v in quota.violations]
+    return found

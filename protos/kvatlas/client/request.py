@@ -1,0 +1,169 @@
+"""A request from plain Python values: prompt and options to GenerationSpec.
+
+Owns names and nothing else: the server validates, and answers with the path of each violation.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypedDict
+
+from google.protobuf.duration_pb2 import Duration
+
+from kvatlas.v1 import generation_pb2 as pb
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a chat."""
+
+    role: Role
+    content: str
+
+
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Raw text, token ids, or chat turns (rendered with the model's own template)."""
+
+
+class Options(TypedDict, total=False):
+    """All that can be said about a generation. What is left out takes the server's default."""
+
+    model: str
+    request_id: str
+    # sampling
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    seed: int
+    logit_bias: Mapping[int, float]
+    n: int
+    # stop
+    max_tokens: int
+    min_tokens: int
+    stop_strings: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    include_stop_in_output: bool
+    max_duration_seconds: float
+    # output
+    output: Literal["text", "token_ids", "both"]
+    logprobs: int
+    prompt_logprobs: int
+    skip_special_tokens: bool
+    # scheduling
+    priority: int
+    queue_timeout_seconds: float
+    # cache
+    cache_read: bool
+    cache_write: bool
+    cache_salt: str
+    # labels shown by the dashboard
+    labels: Mapping[str, str]
+
+
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
+    "presence_penalty", "seed", "n",
+)  # fmt: skip
+_STOP = ("max_tokens", "min_tokens", "ignore_eos", "include_stop_in_output")
+_OUTPUT = ("logprobs", "prompt_logprobs", "skip_special_tokens")
+_FORMATS = {
+    "text": pb.OUTPUT_FORMAT_TEXT,
+    "token_ids": pb.OUTPUT_FORMAT_TOKEN_IDS,
+    "both": pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS,
+}
+
+
+def build_spec(prompt: Prompt, options: Options) -> pb.GenerationSpec:
+    """The spec of a request. Raises TypeError for an unknown option, ValueError for a bad prompt or role."""
+    unknown = sorted(options.keys() - Options.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"unknown option {unknown[0]!r}; known: {', '.join(sorted(Options.__annotations__))}")
+    spec = pb.GenerationSpec(request_id=options.get("request_id", ""), model=options.get("model", ""))
+    _set_prompt(spec, prompt)
+    given = {name: value for name, value in options.items() if value is not None}
+    for target, names in ((spec.sampling, _SAMPLING), (spec.stop, _STOP), (spec.output, _OUTPUT)):
+        for name in names:
+            if name in given:
+                setattr(target, name, given[name])
+    _set_collections(spec, options)
+    _set_scheduling_and_cache(spec, options)
+    return spec
+
+
+def build_stream(
+    prompt: Prompt, options: Options, queue_updates: bool, min_tokens_per_message: int
+) -> pb.StreamGenerateRequest:
+    """The request of StreamGenerate."""
+    shape = pb.StreamOptions(queue_updates=queue_updates, min_tokens_per_message=min_tokens_per_message)
+    return pb.StreamGenerateRequest(spec=build_spec(prompt, options), stream=shape)
+
+
+def build_tokenize(prompt: str | Sequence[Message], include_offsets: bool) -> pb.TokenizeRequest:
+    """The request of Tokenize."""
+    if isinstance(prompt, str):
+        return pb.TokenizeRequest(text=prompt, include_offsets=include_offsets)
+    return pb.TokenizeRequest(chat=build_chat(prompt), include_offsets=include_offsets)
+
+
+def build_chat(messages: Sequence[Message]) -> pb.ChatPrompt:
+    """Chat turns; ValueError for a role that does not exist."""
+    chat = pb.ChatPrompt()
+    for message in messages:
+        name = f"CHAT_ROLE_{message.role.upper()}"
+        if name not in pb.ChatRole.keys() or name == "CHAT_ROLE_UNSPECIFIED":  # noqa: SIM118 - enum wrapper
+            raise ValueError(f"unknown chat role {message.role!r}: system, user, assistant or tool")
+        chat.messages.add(role=pb.ChatRole.Value(name), content=message.content)
+    return chat
+
+
+def duration(seconds: float) -> Duration:
+    """Seconds as protobuf's Duration."""
+    value = Duration()
+    value.FromNanoseconds(round(seconds * 1e9))
+    return value
+
+
+def _set_prompt(spec: pb.GenerationSpec, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        spec.text = prompt
+        return
+    turns = [item for item in prompt if isinstance(item, Message)]
+    ids = [item for item in prompt if isinstance(item, int)]
+    if turns and len(turns) == len(prompt):
+        spec.chat.CopyFrom(build_chat(turns))
+    elif len(ids) == len(prompt):
+        spec.token_ids.SetInParent()  # an empty list is still this form of prompt: the server refuses it
+        spec.token_ids.ids.extend(ids)
+    else:
+        raise ValueError("a prompt is a text, a list of token ids, or a list of Message")
+
+
+def _set_collections(spec: pb.GenerationSpec, options: Options) -> None:
+    spec.sampling.logit_bias.update(options.get("logit_bias") or {})
+    spec.stop.stop_strings.extend(options.get("stop_strings") or ())
+    spec.stop.stop_token_ids.extend(options.get("stop_token_ids") or ())
+    spec.labels.update(options.get("labels") or {})
+    form = options.get("output")
+    if form is not None:
+        spec.output.format = _FORMATS[form]
+    limit = options.get("max_duration_seconds")
+    if limit is not None:
+        spec.stop.max_duration.CopyFrom(duration(limit))
+
+
+def _set_scheduling_and_cache(spec: pb.GenerationSpec, options: Options) -> None:
+    if (priority := options.get("priority")) is not None:
+        spec.scheduling.priority = priority
+    if (wait := options.get("queue_timeout_seconds")) is not None:
+        spec.scheduling.queue_timeout.CopyFrom(duration(wait))
+    if (read := options.get("cache_read")) is not None:
+        spec.cache.read = read
+    if (write := options.get("cache_write")) is not None:
+        spec.cache.write = write
+    spec.cache.salt = options.get("cache_salt") or ""
