@@ -445,6 +445,18 @@ def test_partitioned_equals_whole_at_4096_tokens() -> None:
     assert np.abs(paged_attention_v2(v2, inputs) - exact).max() <= tolerance(v2, 4096)
 
 
+def test_the_reduce_kernel_guards_its_sum_too() -> None:
+    """S2-28: one dominant token, V all ones: 1 / (1 + 1e-6) within the partition and once more between them."""
+    shape = KernelShape(head_size=32, itemsize=4, partition_size=16)
+    inputs, _ = problem(shape, [32], num_heads=1)
+    keys = np.zeros((inputs.k_cache.shape[0] * 16, 1, 32), np.float32)
+    keys[inputs.physical_blocks[0, 0] * 16] = 100 * inputs.q[0, 0]
+    inputs = replace(inputs, k_cache=cache_layout.key_cache(keys, 16), v_cache=np.ones_like(inputs.v_cache))
+    assert np.abs(paged_attention_v2(shape, inputs) - (1 - 2e-6)).max() <= 4 * EPSILON
+    whole = paged_attention_v1(replace(shape, partition_size=0), inputs)
+    assert np.abs(whole - (1 - 1e-6)).max() <= 4 * EPSILON
+
+
 def test_partitions_past_the_context_write_nothing() -> None:
     """S2-28: max_logits, exp_sums and out of a partition that exits at once stay as they were."""
     shape = KernelShape(head_size=32, itemsize=4, partition_size=16)
