@@ -1,0 +1,53 @@
+"""Log-probabilities of chosen tokens, their ranks and the best alternatives.
+
+Owns no state. Values are of the logits as given: after penalties and bias, before temperature and filters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from worker.scheduling.step import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobTensors:
+    """Of num_rows tokens, on the device; read on the host once the step is over."""
+
+    chosen: Tensor  # float32 [num_rows]
+    ranks: Tensor  # int64 [num_rows], from 1
+    top_values: Tensor  # float32 [num_rows, max alternatives], best first
+    top_ids: Tensor  # int64 [num_rows, max alternatives]
+
+    def to_host(self, num_alternatives: Sequence[int]) -> list[TokenLogprob]:
+        """One record per row, each with the alternatives it asked for."""
+        chosen, ranks = self.chosen.tolist(), self.ranks.tolist()
+        values, ids = self.top_values.tolist(), self.top_ids.tolist()
+        return [
+            TokenLogprob(chosen[i], ranks[i], tuple(zip(ids[i][:count], values[i][:count], strict=True)))
+            for i, count in enumerate(num_alternatives)
+        ]
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, max_alternatives: int) -> LogprobTensors:
+    """Of token_ids int64 [num_rows] under logits float32 [num_rows, vocab_size].
+
+    Equal log-probabilities share the better rank; among alternatives the lower id comes first.
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = logprobs.gather(1, token_ids[:, None])
+    values, ids = _best(logprobs, min(max_alternatives, logits.shape[-1]))
+    ranks = (logprobs > chosen).sum(dim=-1) + 1
+    return LogprobTensors(chosen=chosen[:, 0], ranks=ranks, top_values=values, top_ids=ids)
+
+
+def _best(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    if count == 0:
+        empty = logprobs[:, :0]
+        return empty, empty.long()
+    values, ids = logprobs.topk(count, dim=-1)
+    # topk leaves equals in any order: by id first, then by value with a stable sort.
+    ids, by_id = ids.sort(dim=-1)
+    values, by_value = values.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(-1, by_value)

@@ -1,0 +1,187 @@
+"""Logits to one token per sampled row.
+
+Owns no state but its reference to the rows' parameters. The order is: penalties, bias, masked stop tokens
+(log-probabilities are read here), temperature, top-k, top-p, min-p, noise.
+- Greedy is the highest logit, the lowest id among equals, and consumes no noise.
+- top-k keeps every token whose logit is at least the k-th highest; top-p is the smallest set of most likely
+  tokens of what top-k kept whose mass reaches top_p, equals of the last one included; min-p keeps tokens of
+  at least min_p times the highest probability. The most likely token is always kept.
+- A row whose logits hold NaN or +inf, or nothing but -inf, is reported and never gets a token.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.noise import NoiseKeys, noise_of_tokens, noise_of_vocabulary
+from worker.execution.logprobs import LogprobTensors, token_logprobs
+from worker.execution.sampling_state import NO_LOGPROBS, SamplingState
+
+HostRows = NDArray[np.int32]
+_FIRST_CANDIDATES = 256  # of a row with top-p or min-p alone; more only if they do not settle it
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Outcome of one step on the device; index i is the i-th sampled span."""
+
+    ids: Tensor  # int64 [num_sampled]; 0 where is_finite is false
+    is_finite: Tensor  # bool [num_sampled]
+    logprob_indexes: list[int]  # which i asked for log-probabilities
+    logprob_counts: list[int]  # and for how many alternatives
+    logprobs: LogprobTensors | None
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Filter values of the rows that have any, on the device."""
+
+    top_k: Tensor  # int64 [num_rows]; vocab_size where off
+    top_p: Tensor  # float64 [num_rows]
+    log_min_p: Tensor  # float32 [num_rows]; -inf where off
+
+
+class Sampler:
+    """Draws for all rows of a step at once."""
+
+    def __init__(self, state: SamplingState) -> None:
+        self._state = state
+
+    def sample(self, logits: Tensor, rows: HostRows, ends: HostRows) -> Sampled:
+        """One token per row, for position ends[i]; logits [num_sampled, >= vocab_size] may be overwritten."""
+        logits = logits[:, : self._state.vocab_size].float()
+        if self._state.has_edits[rows].any():
+            logits = self._edit(logits, rows, ends)
+        best, ids = logits.max(dim=-1)
+        is_finite = best.isfinite()  # NaN anywhere in a row is its maximum
+        drawing = self._state.is_random[rows].nonzero()[0]
+        if len(drawing):
+            index = self._index(drawing)
+            ids[index] = self._draw(logits[index], rows[drawing], ends[drawing])
+        ids = torch.where(is_finite, ids, 0)
+        self._remember(rows, ids)
+        asking = (self._state.num_logprobs[rows] != NO_LOGPROBS).nonzero()[0]
+        counts = self._state.num_logprobs[rows[asking]].tolist()
+        logprobs = None
+        if counts:
+            index = self._index(asking)
+            logprobs = token_logprobs(logits[index], ids[index], max(counts))
+        return Sampled(ids, is_finite, asking.tolist(), counts, logprobs)
+
+    # -- before temperature ------------------------------------------------------------------------------
+
+    def _edit(self, logits: Tensor, rows: HostRows, ends: HostRows) -> Tensor:
+        penalised = self._state.has_penalties[rows].nonzero()[0]
+        if len(penalised):
+            index = self._index(penalised)
+            logits[index] = self._penalise(logits[index], rows[penalised])
+        for i in self._state.has_edits[rows].nonzero()[0].tolist():
+            row = int(rows[i])
+            if (bias := self._state.bias.get(row)) is not None:
+                logits[i].index_add_(0, *bias)
+            stops = self._state.stop_ids.get(row)
+            if stops is not None and ends[i] < self._state.first_free_end[row]:
+                logits[i].index_fill_(0, stops, -math.inf)
+        return logits
+
+    def _penalise(self, logits: Tensor, rows: HostRows) -> Tensor:
+        state = self._state
+        counts = state.history.output_counts(rows.tolist())
+        was_put_out = counts > 0
+        repetition = self._column(state.repetition_penalty[rows])
+        scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(was_put_out | state.history.in_prompt(rows.tolist()), scaled, logits)
+        logits = logits - self._column(state.frequency_penalty[rows]) * counts
+        return logits - self._column(state.presence_penalty[rows]) * was_put_out
+
+    def _remember(self, rows: HostRows, ids: Tensor) -> None:
+        penalised = self._state.has_penalties[rows].nonzero()[0]
+        if len(penalised):
+            self._state.history.add(rows[penalised].tolist(), ids[self._index(penalised)])
+
+    # -- the draw ----------------------------------------------------------------------------------------
+
+    def _draw(self, logits: Tensor, rows: HostRows, ends: HostRows) -> Tensor:
+        state = self._state
+        scores = logits / self._column(state.temperature[rows])
+        has_filter = (state.top_k[rows] > 0) | (state.top_p[rows] < 1.0) | (state.min_p[rows] > 0.0)
+        ids = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
+        for is_filtered in (False, True):
+            part = (has_filter == is_filtered).nonzero()[0]
+            if len(part) == 0:
+                continue
+            index = self._index(part)
+            keys = state.keys(rows[part], ends[part])
+            draw = self._draw_filtered if is_filtered else self._draw_unfiltered
+            ids[index] = draw(scores[index], keys, rows[part])
+        return ids
+
+    def _draw_unfiltered(self, scores: Tensor, keys: NoiseKeys, rows: HostRows) -> Tensor:
+        return (scores - noise_of_vocabulary(keys, scores.shape[-1]).log()).argmax(dim=-1)
+
+    def _draw_filtered(self, scores: Tensor, keys: NoiseKeys, rows: HostRows) -> Tensor:
+        values, token_ids, is_kept = kept_candidates(scores, self._filters(rows))
+        drawn = values - noise_of_tokens(keys, token_ids).log()
+        pick = drawn.masked_fill(~is_kept, -math.inf).argmax(dim=-1)
+        return token_ids.gather(1, pick[:, None])[:, 0]
+
+    def _filters(self, rows: HostRows) -> Filters:
+        state = self._state
+        top_k = np.where(state.top_k[rows] > 0, state.top_k[rows], state.vocab_size)
+        with np.errstate(divide="ignore"):
+            log_min_p = np.log(state.min_p[rows])
+        return Filters(
+            top_k=self._index(np.minimum(top_k, state.vocab_size)),
+            top_p=torch.from_numpy(state.top_p[rows].astype(np.float64)).to(state.device),
+            log_min_p=torch.from_numpy(log_min_p).to(state.device),
+        )
+
+    def _index(self, values: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values).to(self._state.device)
+
+    def _column(self, values: NDArray[np.float32]) -> Tensor:
+        return torch.from_numpy(values).to(self._state.device)[:, None]
+
+
+def kept_candidates(scores: Tensor, filters: Filters) -> tuple[Tensor, Tensor, Tensor]:
+    """The best tokens of each row, at least all that the filters keep: values, ids, is kept; [num_rows, n].
+
+    Looks at few candidates first: sorting whole rows of a large vocabulary costs more than the rest.
+    """
+    vocab_size = scores.shape[-1]
+    log_mass = scores.logsumexp(dim=-1)
+    limit = int(torch.where(filters.top_k < vocab_size, filters.top_k, _FIRST_CANDIDATES).max()) + 1
+    while True:
+        width = min(limit, vocab_size)
+        values, token_ids = scores.topk(width, dim=-1)
+        lowest_kept, lowest_seen = _thresholds(values, log_mass, filters)
+        # Settled once a candidate falls below the threshold: then no equal of the last one is missing.
+        if width == vocab_size or bool((values[:, -1] < lowest_seen).all()):
+            return values, token_ids, values >= lowest_kept[:, None]
+        limit = 16 * width
+
+
+def _thresholds(values: Tensor, log_mass: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
+    """The lowest value that passes all filters, and the lowest that mattered to them; [num_rows] each.
+
+    values are the best of each row, highest first; log_mass is that of the whole row.
+    """
+    last = (filters.top_k - 1).clamp(max=values.shape[-1] - 1)
+    kth = values.gather(1, last[:, None])
+    in_top_k = values >= kth
+    has_top_k = filters.top_k <= values.shape[-1]
+    mass = torch.where(has_top_k, values.masked_fill(~in_top_k, -math.inf).logsumexp(dim=-1), log_mass)
+    # float64: 150 thousand small probabilities in float32 may add up to less than a top_p near 1.
+    probs = (values - mass[:, None]).double().exp()
+    mass_before = probs.cumsum(dim=-1) - probs
+    top_p = filters.top_p[:, None]
+    in_top_p = (mass_before < top_p) | (top_p >= 1.0)
+    in_min_p = values >= values[:, :1] + filters.log_min_p[:, None]
+    is_kept = in_top_k & in_top_p & in_min_p
+    is_kept[:, 0] = True
+    lowest_kept = values.masked_fill(~is_kept, math.inf).amin(dim=-1)
+    return lowest_kept, torch.where(has_top_k, kth[:, 0], lowest_kept)

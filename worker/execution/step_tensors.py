@@ -1,0 +1,109 @@
+"""A step's columns as the index tensors that every layer reads: built in numpy, moved in one copy.
+
+Owns no state. No loop over tokens or spans here: a step of 256 sequences has 400 us of host time in all.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.batch import PagedBatch
+from worker.execution.page_table import PageTable
+from worker.execution.token_pool import TokenPool
+from worker.scheduling.step import Step
+
+HostColumn = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """What the forward pass and the sampler need of a step, on the device."""
+
+    batch: PagedBatch
+    input_ids: Tensor  # int32 [num_tokens]
+    sampled_tokens: Tensor  # int32 [num_sampled]: index of the last token of each sampled span
+    sampled_rows: Tensor  # int32 [num_sampled]
+    sampled_ends: Tensor  # int32 [num_sampled]: absolute position of the token to be sampled
+    # On the host:
+    q_indptr_host: HostColumn  # [num_spans + 1]
+    sampled_rows_host: HostColumn  # [num_sampled]
+    sampled_ends_host: HostColumn  # [num_sampled]
+
+
+@dataclass(frozen=True, slots=True)
+class HostColumns:
+    """A step before the copy, all int32. Names as in PagedBatch and StepTensors."""
+
+    rows: HostColumn
+    kv_lens: HostColumn
+    q_indptr: HostColumn
+    token_rows: HostColumn  # row of each token
+    positions: HostColumn
+    sampled_tokens: HostColumn
+    sampled_rows: HostColumn
+    sampled_ends: HostColumn
+
+    @classmethod
+    def of(cls, step: Step) -> "HostColumns":
+        """Expands spans to tokens."""
+        rows, starts, ends = (np.frombuffer(c, dtype=np.int32) for c in (step.rows, step.starts, step.ends))
+        lens = ends - starts
+        q_indptr = np.zeros(len(rows) + 1, dtype=np.int32)
+        np.cumsum(lens, out=q_indptr[1:])
+        first = np.repeat(starts - q_indptr[:-1], lens)  # position minus index, constant over a span
+        sampled = np.asarray(step.sampled, dtype=np.int64)
+        return cls(
+            rows=rows,
+            kv_lens=ends,
+            q_indptr=q_indptr,
+            token_rows=np.repeat(rows, lens),
+            positions=first + np.arange(q_indptr[-1], dtype=np.int32),
+            sampled_tokens=q_indptr[sampled + 1] - 1,
+            sampled_rows=rows[sampled],
+            sampled_ends=ends[sampled],
+        )
+
+    def to_device(self, device: torch.device) -> dict[str, Tensor]:
+        """All columns by name, moved in one copy and cut apart there."""
+        columns = {name: getattr(self, name) for name in self.__slots__}
+        total = sum(len(column) for column in columns.values())
+        host = torch.empty(total, dtype=torch.int32, pin_memory=device.type == "cuda")
+        np.concatenate(list(columns.values()), out=host.numpy())
+        moved = host.to(device, non_blocking=True)
+        parts = torch.split(moved, [len(column) for column in columns.values()])
+        return dict(zip(columns, parts, strict=True))
+
+
+def build_step_tensors(step: Step, page_table: PageTable, token_pool: TokenPool) -> StepTensors:
+    """Step → device. Reads slots and ids through the tables, so both must hold this step's pages already."""
+    host = HostColumns.of(step)
+    moved = host.to_device(page_table.slots.device)
+    q_lens = np.diff(host.q_indptr)
+    batch = PagedBatch(
+        page_table=page_table.slots,
+        rows=moved["rows"],
+        kv_lens=moved["kv_lens"],
+        q_indptr=moved["q_indptr"],
+        positions=moved["positions"],
+        write_slots=page_table.slots[moved["token_rows"], moved["positions"]],
+        num_decode=step.num_decode,
+        max_q_len=int(q_lens.max(initial=0)),
+        max_kv_len=int(host.kv_lens.max(initial=0)),
+        page_size=page_table.page_size,
+        rows_host=host.rows.tolist(),
+        kv_lens_host=host.kv_lens.tolist(),
+        q_lens_host=q_lens.tolist(),
+    )
+    return StepTensors(
+        batch=batch,
+        input_ids=token_pool.read(moved["token_rows"], moved["positions"]),
+        sampled_tokens=moved["sampled_tokens"],
+        sampled_rows=moved["sampled_rows"],
+        sampled_ends=moved["sampled_ends"],
+        q_indptr_host=host.q_indptr,
+        sampled_rows_host=host.sampled_rows,
+        sampled_ends_host=host.sampled_ends,
+    )

@@ -1,0 +1,245 @@
+"""The real device, on `cuda` and on `cpu`: a step in, sampled tokens out.
+
+Owns the page table, the token pool, the KV pool and the sampling state of every row. Knows rows and pages,
+not why they were chosen. Used by the engine thread alone.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.backend import AttentionBackend
+from worker.execution.kv_pool import KvPool
+from worker.execution.page_table import PageTable
+from worker.execution.prompt_logprobs import PromptLogprobs
+from worker.execution.runner import StepHandle
+from worker.execution.sampler import Sampled, Sampler
+from worker.execution.sampling_state import SamplingState
+from worker.execution.step_tensors import StepTensors, build_step_tensors
+from worker.execution.token_pool import TokenPool
+from worker.model.llama import Attend
+from worker.scheduling.step import Step, StepResult, TokenLogprob
+
+log = logging.getLogger(__name__)
+
+NO_TOKEN_ID = -1
+"""In StepResult.token_ids where the span failed: nothing that could be taken for a token."""
+
+
+class Model(Protocol):
+    """What the runner asks of a network."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states after the last norm, [num_tokens, hidden_size]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[num_rows, at least vocab_size]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """Sizes, all resolved."""
+
+    max_running: int
+    max_context: int
+    num_pages: int
+    page_size: int
+    num_layers: int
+    num_kv_heads: int  # of this rank
+    head_dim: int
+    vocab_size: int  # ids from here on are padding and never sampled
+    attention_scale: float
+    kv_dtype: torch.dtype = torch.float32
+    poison: bool = False
+
+
+class TorchRunner:
+    """A `Runner` (worker.execution.runner) over torch."""
+
+    def __init__(
+        self, model: Model, backend: AttentionBackend, config: RunnerConfig, device: torch.device
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._config = config
+        self._device = device
+        self.page_table = PageTable(
+            max_running=config.max_running,
+            max_context=config.max_context,
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            device=device,
+        )
+        num_rows, width = self.page_table.slots.shape
+        self.token_pool = TokenPool(num_rows=num_rows, width=width, device=device)
+        self.kv_pool = KvPool(
+            num_layers=config.num_layers,
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=config.kv_dtype,
+            device=device,
+            poison=config.poison,
+        )
+        self._state = SamplingState(
+            max_running=config.max_running, vocab_size=config.vocab_size, device=device
+        )
+        self._sampler = Sampler(self._state)
+        self._prompt_logprobs = PromptLogprobs(self._state, self.token_pool, self._logits)
+        log.info(
+            "runner ready device=%s backend=%s pages=%d page_size=%d kv_bytes=%d",
+            device,
+            backend.name,
+            config.num_pages,
+            config.page_size,
+            self.kv_pool.num_bytes,
+        )
+
+    def launch(self, step: Step) -> StepHandle:
+        """Queues a step. What goes wrong is raised by the handle, so that one place deals with it."""
+        began = time.perf_counter()
+        try:
+            with torch.inference_mode():
+                return self._run(step, began)
+        except Exception as error:
+            return _Broken(error)
+
+    def read_rows(self, rows: list[int], num_slots: list[int]) -> list[list[int]]:
+        """Slots [0, num_slots[i]) of rows[i] as they are on the device."""
+        return self.page_table.read_rows(rows, num_slots)
+
+    def poison_pages(self, pages: Sequence[int]) -> None:
+        """For poison mode: fills pages that became FREE with NaN. Call once no step in flight has them."""
+        self.kv_pool.poison_pages(pages)
+
+    def close(self) -> None:
+        """Lets go of the model and the pool; the runner is of no use afterwards."""
+        for name in (
+            "_model",
+            "kv_pool",
+            "token_pool",
+            "page_table",
+            "_sampler",
+            "_state",
+            "_prompt_logprobs",
+        ):
+            self.__dict__.pop(name, None)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _run(self, step: Step, began: float) -> StepHandle:
+        self.token_pool.start_rows(step.row_starts)
+        self._state.start_rows(step.row_starts)
+        self.page_table.write_pages(step.new_page_rows, step.new_page_indexes, step.new_page_ids)
+        self.kv_pool.copy_pages(step.page_copies)
+        tensors = build_step_tensors(step, self.page_table, self.token_pool)
+        self._backend.plan(tensors.batch)
+        hidden = self._model.forward(tensors.input_ids, tensors.batch.positions, self._attend)
+        sampled = self._sample(tensors, hidden)
+        prompt = self._prompt_logprobs.of_step(step, tensors, hidden)
+        return _Launched(step, sampled, _nonfinite_tokens(hidden), tensors, prompt, self._device, began)
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kv = self.kv_pool.layers[layer]
+        return self._backend.run(kv, q, k, v, scale=self._config.attention_scale)
+
+    def _sample(self, tensors: StepTensors, hidden: Tensor) -> Sampled | None:
+        if len(tensors.sampled_rows_host) == 0:
+            return None
+        logits = self._logits(hidden[tensors.sampled_tokens])
+        sampled = self._sampler.sample(logits, tensors.sampled_rows_host, tensors.sampled_ends_host)
+        self.token_pool.write(tensors.sampled_rows, tensors.sampled_ends, sampled.ids)
+        return sampled
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self._model.logits(hidden)
+
+
+def _nonfinite_tokens(hidden: Tensor) -> Tensor:
+    """Which tokens' hidden states hold NaN or infinity, bool [num_tokens]: one pass, no mask of full size."""
+    return ~hidden.sum(dim=-1, dtype=torch.float32).isfinite()
+
+
+class _Broken:
+    """A step that did not get as far as the device."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> StepResult:
+        raise self._error
+
+
+class _Launched:
+    """A step on the device; small results travel to pinned memory behind it."""
+
+    def __init__(
+        self,
+        step: Step,
+        sampled: Sampled | None,
+        nonfinite: Tensor,
+        tensors: StepTensors,
+        prompt: dict[int, Callable[[], list[TokenLogprob]]],
+        device: torch.device,
+        began: float,
+    ) -> None:
+        self._step = step
+        self._sampled = sampled
+        self._q_indptr = tensors.q_indptr_host
+        self._prompt = prompt
+        self._began = began
+        self._nonfinite = nonfinite.to("cpu", non_blocking=True)
+        self._ids = sampled.ids.to("cpu", non_blocking=True) if sampled else None
+        self._is_finite = sampled.is_finite.to("cpu", non_blocking=True) if sampled else None
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def result(self) -> StepResult:
+        """Waits for the copies, then reads them."""
+        if self._event is not None:
+            self._event.synchronize()
+        failed = self._failed()
+        return StepResult(
+            token_ids=self._token_ids(failed),
+            logprobs=self._logprobs(failed),
+            prompt_logprobs={span: read() for span, read in self._prompt.items() if span not in failed},
+            failed=failed,
+            seconds=time.perf_counter() - self._began,
+        )
+
+    def _failed(self) -> dict[int, str]:
+        failed: dict[int, str] = {}
+        nonfinite = self._nonfinite.numpy()
+        if nonfinite.any():
+            of_spans = np.add.reduceat(nonfinite, self._q_indptr[:-1], dtype=np.int64).nonzero()[0]
+            failed = dict.fromkeys(of_spans.tolist(), "non-finite hidden state")
+        if self._is_finite is not None and not bool(self._is_finite.all()):
+            for i in (~self._is_finite).nonzero().flatten().tolist():
+                failed.setdefault(self._step.sampled[i], "non-finite logits")
+        return failed
+
+    def _token_ids(self, failed: dict[int, str]) -> list[int]:
+        if self._ids is None:
+            return []
+        ids: list[int] = self._ids.tolist()
+        if failed:
+            return [NO_TOKEN_ID if s in failed else t for s, t in zip(self._step.sampled, ids, strict=True)]
+        return ids
+
+    def _logprobs(self, failed: dict[int, str]) -> dict[int, TokenLogprob]:
+        if self._sampled is None or self._sampled.logprobs is None:
+            return {}
+        spans = [self._step.sampled[i] for i in self._sampled.logprob_indexes]
+        records = self._sampled.logprobs.to_host(self._sampled.logprob_counts)
+        return {s: record for s, record in zip(spans, records, strict=True) if s not in failed}
