@@ -446,7 +446,7 @@ def test_partitioned_equals_whole_at_4096_tokens() -> None:
 
 
 def test_the_reduce_kernel_guards_its_sum_too() -> None:
-    """S2-28: one dominant token, V all ones: 1 / (1 + 1e-6) within the partition and once more between them."""
+    """S2-28: one dominant token, V all ones: 1 / (1 + 1e-6) in the partition and again between them."""
     shape = KernelShape(head_size=32, itemsize=4, partition_size=16)
     inputs, _ = problem(shape, [32], num_heads=1)
     keys = np.zeros((inputs.k_cache.shape[0] * 16, 1, 32), np.float32)
