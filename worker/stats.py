@@ -91,3 +91,45 @@ class EngineCounts:
     allocation_failures_total: int = 0
     capacity_evictions_total: int = 0
     flush_evictions_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTotals:
+    """What the pool is at one revision: the fold of all page events up to it."""
+
+    revision: int  # number of the last page event
+    step: int  # engine step of that event
+    free_pages: int
+    active_pages: int
+    cached_pages: int
+    pinned_pages: int
+    reserved_pages: int
+    shared_pages: int = 0  # active pages with two or more references
+    references: int = 0
+    filled_slots: int = 0  # of active pages
+    unfilled_slots: int = 0  # of active pages
+    allocations_total: int = 0
+    evictions_total: int = 0
+    copies_total: int = 0
+
+    @property
+    def available_pages(self) -> int:
+        """What admission can use: free and evictable pages."""
+        return self.free_pages + self.cached_pages
+
+    @property
+    def total_pages(self) -> int:
+        """All pages but the reserved ones."""
+        return self.free_pages + self.active_pages + self.cached_pages + self.pinned_pages
+
+
+@dataclass(frozen=True, slots=True)
+class LoadView:
+    """Load of the worker as of the observer's last turn."""
+
+    counts: EngineCounts
+    pool: PoolTotals
+    output_tokens_per_second: float = 0.0  # over 10 s
+    prompt_tokens_per_second: float = 0.0  # over 10 s, cached ones not counted
+    prefix_hit_rate: float = 0.0  # over 60 s, 0..1
+    mean_step_seconds: float = 0.0  # over 10 s

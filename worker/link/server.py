@@ -1,0 +1,374 @@
+"""The engine socket: commands in, one StepOutput per step and service out, heartbeats.
+
+One I/O thread owns the ROUTER socket and everything in this file; it never reads engine state. The
+rules are those at the head of worker.proto. Whatever cannot be sent ends that service's session, and
+with it its sequences: nothing is dropped in silence.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+from google.protobuf.message import DecodeError
+
+from kvatlas.worker.v1 import worker_pb2
+from worker.channels import CommandQueue, OutputQueue
+from worker.description import WorkerState
+from worker.link import codec, status_codec
+from worker.link.commands import CommandDesk
+from worker.link.peers import Peer, Peers, Refused
+from worker.log import log_event
+from worker.messages import (
+    Abort,
+    AddAnswer,
+    AddRequest,
+    CallFailure,
+    DropSource,
+    EncodedReply,
+    EngineCommand,
+    FlushAnswer,
+    LinkMessage,
+    ObserverCall,
+    RowsAnswer,
+    StepOutputs,
+    Ticket,
+)
+from worker.scheduling.request import AbortReason, AddOutcome, AddStatus
+from worker.status import StatusBoard
+
+HEARTBEAT_SECONDS = 0.5
+SILENCE_SECONDS = 5.0
+SEND_HIGH_WATER_MARK = 10_000
+READS_PER_TURN = 256  # so that outputs are not held up by a flood of requests
+SENDS_PER_TURN = 64
+FLUSH_MILLISECONDS = 500  # for the last messages of an orderly end
+
+_ABORT_REASONS = frozenset(map(int, AbortReason))
+
+logger = logging.getLogger("worker.link")
+
+
+def last_endpoint(socket: "zmq.Socket[bytes]") -> str:
+    """The address that a bound socket really has: a wildcard port became a number."""
+    endpoint = socket.get(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return endpoint.rstrip(b"\0").decode()
+
+
+class EngineLink:
+    """The I/O thread. Made and bound by one thread, then run by its own until `close`."""
+
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        address: str,
+        *,
+        commands: CommandQueue[EngineCommand],
+        outputs: OutputQueue[LinkMessage],
+        status: StatusBoard,
+        to_observer: Callable[[ObserverCall], bool],
+        on_failure: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        silence_seconds: float = SILENCE_SECONDS,
+    ) -> None:
+        self._commands = commands
+        self._outputs = outputs
+        self._status = status
+        self._on_failure = on_failure
+        self._clock = clock
+        self._silence_seconds = silence_seconds
+        self._peers = Peers()
+        self._desk = CommandDesk(commands.put, to_observer)
+        self.sequence_mismatches = 0  # heartbeats of services whose live count differs from ours
+        self._strangers = 0
+        self._is_stopping = False
+        self._beats_at_once = False
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a vanished peer is an error, not a silent drop
+        self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a service that restarts takes its name over
+        self._socket.set(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
+        self._socket.set(zmq.RCVHWM, SEND_HIGH_WATER_MARK)
+        self._socket.set(zmq.LINGER, 0)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError:
+            self._socket.close()
+            raise
+        self.address = last_endpoint(self._socket)
+        self._poll_all = zmq.Poller()
+        self._poll_all.register(outputs.wakeup.fileno(), zmq.POLLIN)
+        self._poll_outputs = zmq.Poller()
+        self._poll_outputs.register(outputs.wakeup.fileno(), zmq.POLLIN)
+        self._poll_all.register(self._socket, zmq.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="kvatlas-io", daemon=True)
+
+    def start(self) -> None:
+        """Begins to answer."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Sends what is handed over already, then ends the thread and the socket; idempotent."""
+        self._is_stopping = True
+        self._outputs.wakeup.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+        else:
+            self._socket.close()
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            logger.exception("event=link_failed")
+            self._on_failure()
+        finally:
+            # LINGER is 0 except here: the ends of drained sequences are the last messages of all.
+            self._socket.close(linger=FLUSH_MILLISECONDS)
+
+    def _serve(self) -> None:
+        next_beat = self._clock()
+        while not self._is_stopping:
+            now = self._clock()
+            if now >= next_beat or self._beats_at_once:
+                self._beats_at_once = False
+                self._beat()
+                next_beat = max(next_beat + HEARTBEAT_SECONDS, now)
+            self._wait(next_beat - now)
+            self._outputs.wakeup.clear()
+            self._send_outputs()
+            if self._receive():
+                self._drop_silent()
+        while len(self._outputs):
+            self._send_outputs()
+
+    def _wait(self, seconds: float) -> None:
+        if len(self._outputs):
+            return
+        if self._commands.has_room:
+            self._poll_all.poll(max(0, int(seconds * 1000)))
+        else:  # the engine is behind: look again soon, read nothing until then
+            self._poll_outputs.poll(5)
+
+    # Service to worker.
+
+    def _receive(self) -> bool:
+        """Reads what services sent; whether the socket is empty now."""
+        for _ in range(READS_PER_TURN):
+            if not self._commands.has_room:
+                return False
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            if len(frames) == 2:
+                self._take(frames[0], frames[1])
+        return False
+
+    def _take(self, identity: bytes, data: bytes) -> None:
+        try:
+            message = worker_pb2.ServiceMessage.FromString(data)
+        except DecodeError:
+            log_event(logger, logging.WARNING, "message_malformed", service=identity, bytes=len(data))
+            return
+        kind = message.WhichOneof("kind")
+        if kind == "hello":
+            self._hello(identity, message.hello)
+            return
+        peer = self._peers.by_identity.get(identity)
+        if peer is None:
+            self._strangers += 1  # it will find us silent and say Hello
+            return
+        peer.last_heard = self._clock()
+        match kind:
+            case "add":
+                self._add(peer, message.add)
+            case "abort":
+                self._abort(peer, message.abort)
+            case "heartbeat":
+                self._compare_live(peer, message.heartbeat.live_sequences)
+            case "command":
+                failure = self._desk.take(
+                    peer.source,
+                    message.command,
+                    now=peer.last_heard,
+                    is_ready=self._status.state is not WorkerState.STARTING,
+                )
+                if failure is not None:
+                    self._send(peer, reply=codec.failure_reply(failure))
+            case "goodbye":
+                self._end_session(peer, "goodbye")
+
+    def _hello(self, identity: bytes, hello: worker_pb2.Hello) -> None:
+        try:
+            if hello.protocol != codec.PROTOCOL:
+                raise Refused(f"protocol {hello.protocol}, this worker speaks {codec.PROTOCOL}")
+            peer, replaced = self._peers.open(identity, hello.instance_id, hello.service_epoch, self._clock())
+        except Refused as refused:
+            log_event(logger, logging.WARNING, "hello_refused", service=hello.instance_id, why=refused)
+            refusal = worker_pb2.Refusal(protocol=codec.PROTOCOL, message=str(refused))
+            self._send_to_stranger(identity, worker_pb2.WorkerMessage(number=1, refusal=refusal))
+            return
+        if replaced is not None:
+            self._drop(replaced)
+        log_event(logger, logging.INFO, "service_joined", service=peer.source, version=hello.version)
+        self._send(peer, config=status_codec.config(self._status))
+
+    def _add(self, peer: Peer, add: worker_pb2.AddSequence) -> None:
+        status = self._status
+        try:
+            if status.state is WorkerState.STARTING:
+                raise codec.Unfit(AddStatus.NOT_READY, "the worker is loading its model")
+            spec = codec.request_spec(
+                add,
+                session=peer.session,
+                source=peer.source,
+                now=peer.last_heard,
+                vocab_size=status.description.model.vocab_size,
+            )
+        except codec.Unfit as unfit:
+            outcome = AddOutcome(unfit.status, message=str(unfit))
+            inner = codec.inner_id(0, add.sequence_id & codec.LOCAL_ID_MASK)
+            if unfit.status is AddStatus.INVALID:
+                log_event(logger, logging.WARNING, "request_invalid", request=add.request_id, why=unfit)
+            self._send(peer, add_result=codec.add_result(AddAnswer(peer.source, inner, 0, outcome)))
+            return
+        self._commands.put(AddRequest(spec))
+
+    def _abort(self, peer: Peer, abort: worker_pb2.AbortSequences) -> None:
+        try:
+            outer = codec.plane("Q", abort.sequence_ids, "sequence_ids")
+        except codec.Unfit as unfit:
+            log_event(logger, logging.WARNING, "abort_malformed", service=peer.source, why=unfit)
+            return
+        known = abort.reason in _ABORT_REASONS
+        reason = AbortReason(abort.reason) if known else AbortReason.UNSPECIFIED
+        inner = [
+            codec.inner_id(peer.session, outer_id) for outer_id in outer if outer_id <= codec.LOCAL_ID_MASK
+        ]
+        if inner:
+            self._commands.put(Abort(inner, reason))
+
+    def _compare_live(self, peer: Peer, believed: int) -> None:
+        if peer.disagrees(believed):
+            self.sequence_mismatches += 1
+            log_event(
+                logger,
+                logging.ERROR,
+                "sequence_mismatch",
+                service=peer.source,
+                service_count=believed,
+                worker_count=peer.live_sequences,
+            )
+
+    # Worker to service.
+
+    def _send_outputs(self) -> None:
+        for item in self._outputs.take(SENDS_PER_TURN):
+            match item:
+                case StepOutputs():
+                    self._send_step(item)
+                case AddAnswer():
+                    self._send_answer(item)
+                case EncodedReply():
+                    self._send_encoded(item)
+                case RowsAnswer():
+                    self._send_replies(item.ticket, status_codec.row_replies(item))
+                case FlushAnswer():
+                    self._send_replies(item.ticket, [status_codec.flush_reply(item)])
+                case CallFailure():
+                    self._send_replies(item.ticket, [codec.failure_reply(item)])
+
+    def _send_step(self, item: StepOutputs) -> None:
+        for source, columns in item.by_source.items():
+            peer = self._peers.by_source.get(source)
+            if peer is not None:
+                peer.live_sequences -= len(columns.ends)
+                self._send(peer, step=codec.step_output(item.step, item.seconds, columns))
+
+    def _send_answer(self, item: AddAnswer) -> None:
+        peer = self._peers.by_source.get(item.source)
+        if peer is not None:
+            if item.outcome.status is AddStatus.ACCEPTED:
+                peer.live_sequences += item.sample_count
+            self._send(peer, add_result=codec.add_result(item))
+
+    def _send_replies(self, ticket: Ticket, replies: list[worker_pb2.CommandReply]) -> None:
+        for reply in replies:
+            peer = self._peers.by_source.get(ticket.source)
+            if peer is not None and self._desk.claim(ticket, is_last=not reply.more):
+                self._send(peer, reply=reply)
+
+    def _send_encoded(self, item: EncodedReply) -> None:
+        peer = self._peers.by_source.get(item.ticket.source)
+        if peer is not None and self._desk.claim(item.ticket, is_last=item.is_last):
+            self._send_bytes(peer, codec.wrapped_reply(peer.next_number(), item.payload))
+
+    def _beat(self) -> None:
+        now = self._clock()
+        for failure in self._desk.expired(now):
+            peer = self._peers.by_source.get(failure.ticket.source)
+            if peer is not None:
+                self._send(peer, reply=codec.failure_reply(failure))
+        if self._peers.by_identity:
+            beat = status_codec.heartbeat(self._status, now)
+            for peer in list(self._peers.by_identity.values()):
+                self._send(peer, heartbeat=beat)
+
+    def announce(self) -> None:
+        """Makes the thread send a heartbeat at once: the state has changed."""
+        self._beats_at_once = True
+        self._outputs.wakeup.notify()
+
+    def _send(
+        self,
+        peer: Peer,
+        *,
+        config: worker_pb2.Config | None = None,
+        add_result: worker_pb2.AddResult | None = None,
+        step: worker_pb2.StepOutput | None = None,
+        heartbeat: worker_pb2.Heartbeat | None = None,
+        reply: worker_pb2.CommandReply | None = None,
+    ) -> None:
+        message = worker_pb2.WorkerMessage(
+            number=peer.next_number(),
+            config=config,
+            add_result=add_result,
+            step=step,
+            heartbeat=heartbeat,
+            reply=reply,
+        )
+        self._send_bytes(peer, message.SerializeToString())
+
+    def _send_bytes(self, peer: Peer, data: bytes) -> None:
+        try:
+            self._socket.send_multipart((peer.identity, data), zmq.NOBLOCK)
+        except zmq.Again:
+            self._end_session(peer, "its queue is full")
+        except zmq.ZMQError as error:
+            self._end_session(peer, f"unreachable: {error.strerror}")
+
+    def _send_to_stranger(self, identity: bytes, message: worker_pb2.WorkerMessage) -> None:
+        try:
+            self._socket.send_multipart((identity, message.SerializeToString()), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            log_event(logger, logging.WARNING, "refusal_not_sent", service=identity, why=error.strerror)
+
+    # Ends.
+
+    def _drop_silent(self) -> None:
+        for peer in self._peers.silent(self._clock(), self._silence_seconds):
+            self._end_session(peer, f"silent for {self._silence_seconds:g} s")
+
+    def _end_session(self, peer: Peer, why: str) -> None:
+        if self._peers.by_identity.get(peer.identity) is peer:
+            self._peers.close(peer.identity)
+            log_event(
+                logger, logging.INFO, "service_left", service=peer.source, why=why, live=peer.live_sequences
+            )
+            self._drop(peer)
+
+    def _drop(self, peer: Peer) -> None:
+        self._desk.close(peer.source)
+        self._commands.put(DropSource(peer.source))

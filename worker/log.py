@@ -1,0 +1,34 @@
+"""Log lines for the operator: `time level logger event=... key=value ...`, one per lifecycle event.
+
+Knows nothing of what is logged. Nothing here is called per token.
+"""
+
+import logging
+import sys
+import time
+from typing import TextIO
+
+
+def log_event(logger: logging.Logger, level: int, name: str, /, **values: object) -> None:
+    """Logs one event; values with spaces are quoted."""
+    if logger.isEnabledFor(level):
+        pairs = " ".join(f"{key}={_quoted(value)}" for key, value in values.items())
+        logger.log(level, "event=%s %s", name, pairs)
+
+
+def set_up(level: str, stream: TextIO | None = None) -> None:
+    """Sends the logs of this process to a stream, stderr if none is given."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    formatter = logging.Formatter("%(asctime)s.%(msecs)03dZ level=%(levelname)s logger=%(name)s %(message)s")
+    formatter.datefmt = "%Y-%m-%dT%H:%M:%S"
+    formatter.converter = time.gmtime
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def _quoted(value: object) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    if text and not any(character in text for character in ' "=\n'):
+        return text
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

@@ -1,0 +1,179 @@
+"""What the threads of the worker say to the engine and what it answers. Frozen, plain Python.
+
+Commands travel through CommandQueue, answers through OutputQueue, both in order, so an answer to
+AddRequest is always ahead of that request's tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from worker.ids import SequenceId
+from worker.scheduling.output import OutputColumns
+from worker.scheduling.request import AbortReason, AddOutcome, RequestSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AddRequest:
+    """Answered by exactly one AddAnswer."""
+
+    spec: RequestSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Sequences to stop; unknown ones are ignored."""
+
+    sequence_ids: Sequence[SequenceId]
+    reason: AbortReason
+
+
+@dataclass(frozen=True, slots=True)
+class DropSource:
+    """A service is gone: its sequences end, and nothing is said to it any more."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Who is to get the answer of a call."""
+
+    source: str
+    command_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRows:
+    """Rows of the page table, from the books or from the device; empty: all in use."""
+
+    ticket: Ticket
+    rows: Sequence[int]
+    from_device: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """Drops what the prefix cache holds."""
+
+    ticket: Ticket
+    tenant: str
+    salt: bytes | None
+    include_active: bool
+
+
+EngineCommand = AddRequest | Abort | DropSource | ReadRows | Flush
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """One step's outputs by service; a step of None: sequences that ended between steps."""
+
+    step: int
+    seconds: float
+    by_source: Mapping[str, OutputColumns]
+
+
+@dataclass(frozen=True, slots=True)
+class AddAnswer:
+    """The answer to an AddRequest."""
+
+    source: str
+    sequence_id: SequenceId
+    sample_count: int
+    outcome: AddOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """A row of the page table; owner 0 and no slots: not in use."""
+
+    row: int
+    owner: int
+    request_id: str
+    choice_index: int
+    token_count: int
+    slots: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RowsAnswer:
+    """The answer to ReadRows, all rows as of one step boundary."""
+
+    ticket: Ticket
+    step: int  # the copy was made before this step
+    rows: Sequence[TableRow]
+
+
+@dataclass(frozen=True, slots=True)
+class FlushAnswer:
+    """The answer to Flush."""
+
+    ticket: Ticket
+    freed_pages: int
+    unindexed_pages: int
+
+
+class CallError(IntEnum):
+    """Why a call failed; numbers are those of google.rpc.Code."""
+
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    RESOURCE_EXHAUSTED = 8
+    OUT_OF_RANGE = 11
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+
+
+class CallReason(IntEnum):
+    """The machine-readable reason; numbers are those of kvatlas.v1.ErrorReason."""
+
+    NONE = 0
+    INVALID_FIELD = 1
+    QUOTA_EXCEEDED = 8
+    DRAINING = 11
+    NOT_READY = 12
+    FEATURE_DISABLED = 15
+    INTERNAL = 19
+    DEADLINE_PASSED = 28
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailure:
+    """The answer to a call that could not be done."""
+
+    ticket: Ticket
+    error: CallError
+    reason: CallReason
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedReply:
+    """A CommandReply that another thread has encoded: parts of a snapshot are large."""
+
+    ticket: Ticket
+    payload: bytes
+    is_last: bool
+
+
+LinkMessage = StepOutputs | AddAnswer | RowsAnswer | FlushAnswer | CallFailure | EncodedReply
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotCall:
+    """The page map from scratch; answered by the observer with EncodedReply parts."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayCall:
+    """Page events after a number; answered by the observer."""
+
+    ticket: Ticket
+    after_number: int
+
+
+ObserverCall = SnapshotCall | ReplayCall
