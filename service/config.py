@@ -137,7 +137,7 @@ def socket_folder(worker_id: str) -> Path:
 
 
 def from_args(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> ServiceConfig:
-    """The config of a command line. Raises ConfigError; --help and bad flags end the program as argparse does."""
+    """The config of a command line. Raises ConfigError; --help and bad flags end the program."""
     environment = os.environ if environment is None else environment
     parsed = vars(_parser().parse_args(arguments))
     file_name = parsed.pop("config") or environment.get(ENVIRONMENT_PREFIX + "CONFIG")

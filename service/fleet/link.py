@@ -1,0 +1,461 @@
+"""One DEALER and one SUB per worker: commands out, steps and page feeds in, heartbeats both ways.
+
+Owns the sockets, the table of live sequences and the judgement that a worker is lost. Everything runs on
+the event loop's thread and nothing waits for a worker: sending only appends to the socket's queue. Knows
+no text, no clients and no wire format (codec.py).
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from service.fleet import codec
+from service.fleet.codec import Beat, Command, CommandReply, StepColumns, WorkerFacts
+from service.fleet.socket_reader import SocketReader
+from service.request import (
+    NO_TOKEN,
+    AbortReason,
+    AddOutcome,
+    AddStatus,
+    LostReason,
+    Request,
+    Run,
+    RunReceiver,
+    SequenceReceiver,
+)
+
+HEARTBEAT_SECONDS = 0.5
+SILENCE_SECONDS = 2.0
+TICK_SECONDS = 0.25
+MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 2.0
+SEND_QUEUE = 10_000  # messages; a full queue is a lost worker, never a wait
+MAX_REPLIES = 4096  # replies of one command that wait for their reader
+
+log = logging.getLogger("service.link")
+
+
+class WorkerUnavailable(Exception):
+    """The worker is not connected, or went away before it had answered."""
+
+
+class CommandFailed(Exception):
+    """The worker's answer to a command is an error."""
+
+    def __init__(self, reply: CommandReply) -> None:
+        super().__init__(f"code {reply.code}: {reply.message}")
+        self.code: int = reply.code  # google.rpc.Code
+        self.error_reason: int = reply.error_reason  # kvatlas.v1.ErrorReason
+        self.message: str = reply.message
+
+
+class LinkListener(Protocol):
+    """Who wants to know what becomes of a link. Called on the loop; must neither wait nor fail."""
+
+    def link_welcomed(self, link: "WorkerLink") -> None:
+        """A life of the worker began: link.facts are new."""
+        ...
+
+    def link_lost(self, link: "WorkerLink", reason: LostReason) -> None:
+        """It is over."""
+        ...
+
+    def link_beat(self, link: "WorkerLink") -> None:
+        """A heartbeat came: link.beat is new."""
+        ...
+
+    def link_fed(self, link: "WorkerLink", topic: bytes, payload: bytes) -> None:
+        """A message of the pages socket."""
+        ...
+
+
+@dataclass(slots=True)
+class _LiveRun:
+    receiver: RunReceiver
+    sequence_ids: set[int]
+
+
+@dataclass(slots=True)
+class _PendingCommand:
+    replies: deque[CommandReply] = field(default_factory=deque)
+    waiter: asyncio.Future[None] | None = None
+    is_lost: bool = False
+
+    def wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+
+class WorkerLink:
+    """The connection to one worker address. Reconnects for ever until it is closed."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        loop: asyncio.AbstractEventLoop,
+        instance_id: str,
+        service_epoch: int,
+        version: str,
+    ) -> None:
+        self.address = address
+        self.facts: WorkerFacts | None = None  # of the last life seen
+        self.beat: Beat | None = None  # the last one
+        self.beat_time = 0.0  # loop clock of the last sign of life
+        self.is_up = False  # Config came and the worker is not lost
+        self.listeners: list[LinkListener] = []
+        self._context = context
+        self._loop = loop
+        self._instance_id = instance_id
+        self._hello = codec.encode_hello(instance_id, service_epoch, version)
+        self._engine: SocketReader | None = None
+        self._monitor: SocketReader | None = None
+        self._pages: SocketReader | None = None
+        self._topics: set[bytes] = set()
+        self._expected = 0  # number of the next message
+        self._boxes: dict[int, SequenceReceiver] = {}
+        self._runs: dict[int, _LiveRun] = {}  # by first sequence id
+        self._first_ids: dict[int, int] = {}  # sequence id to its run's
+        self._commands: dict[int, _PendingCommand] = {}
+        self._next_command = 1
+        self._backoff = MIN_BACKOFF_SECONDS
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_tick = 0.0
+        self._last_sent_beat = 0.0
+        self._is_closed = False
+
+    @property
+    def worker_id(self) -> str:
+        """Name of the worker; its address until it has said its name."""
+        return self.facts.worker_id if self.facts is not None else self.address
+
+    @property
+    def live_sequences(self) -> int:
+        """Sequences that this service believes to be on the worker."""
+        return len(self._boxes)
+
+    def open(self) -> None:
+        """Starts to connect; returns at once."""
+        assert self._engine is None, "open already"
+        assert not self._is_closed, "closed for good"
+        engine = self._context.socket(zmq.DEALER)
+        engine.setsockopt(zmq.ROUTING_ID, self._instance_id.encode())
+        engine.setsockopt(zmq.LINGER, 0)
+        engine.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+        engine.setsockopt(zmq.RCVHWM, SEND_QUEUE)
+        engine.setsockopt(zmq.RECONNECT_IVL, 100)
+        engine.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        monitor = engine.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._engine = SocketReader(self._loop, engine, self._on_frames)
+        self._monitor = SocketReader(self._loop, monitor, self._on_monitor)
+        self._expected = 0
+        engine.connect(self.address)
+        engine.send(self._hello, zmq.NOBLOCK)
+        self._engine.drain_soon()
+
+    def close(self) -> None:
+        """Says goodbye and frees the sockets. Idempotent."""
+        if self._is_closed:
+            return
+        if self.is_up:
+            self._send(codec.encode_goodbye())
+        self._is_closed = True
+        self._cancel_timer()
+        self._end_life(LostReason.DRAIN)
+        self._close_sockets(linger_ms=200 if self.is_up else 0)
+        self.is_up = False
+
+    # What handlers ask for.
+
+    def add(
+        self, request: Request, run: Run, receiver: RunReceiver, boxes: Sequence[SequenceReceiver]
+    ) -> bool:
+        """Sends a run; what becomes of it reaches the receivers. False: the worker is not there."""
+        assert len(boxes) == run.num_samples, (len(boxes), run.num_samples)
+        if not self.is_up:
+            return False
+        ids = range(run.sequence_id, run.sequence_id + run.num_samples)
+        self._runs[run.sequence_id] = _LiveRun(receiver, set(ids))
+        for sequence_id, box in zip(ids, boxes, strict=True):
+            self._boxes[sequence_id] = box
+            self._first_ids[sequence_id] = run.sequence_id
+        self._send(codec.encode_add(request, run))
+        return self.is_up
+
+    def abort(self, sequence_ids: Sequence[int], reason: AbortReason, *, forget: bool = True) -> None:
+        """Stops sequences that are live here; others are ignored. Never waits, may be called twice.
+
+        With `forget` nothing of them is delivered any more, else their end still comes.
+        """
+        live = [sequence_id for sequence_id in sequence_ids if sequence_id in self._boxes]
+        if not live:
+            return
+        if forget:
+            for sequence_id in live:
+                self._forget(sequence_id)
+        if self.is_up:
+            self._send(codec.encode_abort(live, reason))
+
+    async def command(self, command: Command, *, timeout: float) -> AsyncIterator[CommandReply]:
+        """Sends a command and yields its replies.
+
+        Raises WorkerUnavailable, CommandFailed, and TimeoutError when the replies are not complete after
+        `timeout` seconds. An iteration that is given up cancels the command on the worker.
+        """
+        if not self.is_up:
+            raise WorkerUnavailable(self.worker_id)
+        command_id = self._take_command_id()
+        pending = self._commands[command_id] = _PendingCommand()
+        deadline = self._loop.time() + timeout
+        more = True
+        self._send(codec.encode_command(command_id, max(1, int(timeout * 1000)), command))
+        try:
+            while more:
+                reply = await self._next_reply(pending, deadline)
+                more = reply.more
+                if reply.code:
+                    more = False
+                    raise CommandFailed(reply)
+                yield reply
+        finally:
+            self._commands.pop(command_id, None)
+            if more and self.is_up:
+                self._send(codec.encode_cancel_command(self._take_command_id(), command_id))
+
+    def subscribe(self, topic: bytes) -> None:
+        """Asks for a topic of the pages socket, b"d" or b"e", in this life of the worker and later ones."""
+        if topic not in self._topics:
+            self._topics.add(topic)
+            if self._pages is not None:
+                self._pages.socket.setsockopt(zmq.SUBSCRIBE, topic)
+
+    def unsubscribe(self, topic: bytes) -> None:
+        """Takes subscribe() back."""
+        if topic in self._topics:
+            self._topics.remove(topic)
+            if self._pages is not None:
+                self._pages.socket.setsockopt(zmq.UNSUBSCRIBE, topic)
+
+    # Sending
+
+    def _send(self, frame: bytes) -> None:
+        assert self._engine is not None
+        try:
+            self._engine.socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            self._lose(LostReason.PARTITION, "takes no more messages")
+            return
+        # Sending may have consumed the edge that announced a message (api.md 8).
+        self._engine.drain_soon()
+
+    def _take_command_id(self) -> int:
+        self._next_command += 1
+        return self._next_command - 1
+
+    async def _next_reply(self, pending: _PendingCommand, deadline: float) -> CommandReply:
+        while not pending.replies:
+            if pending.is_lost:
+                raise WorkerUnavailable(self.worker_id)
+            pending.waiter = self._loop.create_future()
+            async with asyncio.timeout_at(deadline):
+                await pending.waiter
+        return pending.replies.popleft()
+
+    # Receiving
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        try:
+            number, kind, value = codec.decode(frames[0])
+        except Exception:
+            log.exception("event=bad_message worker=%s", self.worker_id)
+            self._lose(LostReason.PARTITION, "sent a message that cannot be read")
+            return
+        if kind == "config":
+            self._welcome(number, value)
+        elif kind == "refusal":
+            self._lose(LostReason.PARTITION, f"refused this service: {value}")
+        elif self.is_up:
+            self._on_message(number, kind, value)
+
+    def _on_message(self, number: int, kind: str, value: Any) -> None:
+        if number != self._expected:
+            self._lose(LostReason.PARTITION, f"message {number} came instead of {self._expected}")
+            return
+        self._expected += 1
+        self.beat_time = self._loop.time()
+        if kind == "step":
+            self._fan_out(value)
+        elif kind == "heartbeat":
+            self.beat = value
+            for listener in self.listeners:
+                listener.link_beat(self)
+        elif kind == "add_result":
+            self._on_outcome(value)
+        else:
+            self._on_reply(value)
+
+    def _welcome(self, number: int, facts: WorkerFacts) -> None:
+        self._expected = number + 1
+        self.beat_time = self._loop.time()
+        if self.is_up:
+            return
+        self.facts, self.beat, self.is_up = facts, None, True
+        self._backoff = MIN_BACKOFF_SECONDS
+        log.info("event=worker_up worker=%s epoch=%d address=%s", facts.worker_id, facts.epoch, self.address)
+        self._open_pages(facts.pages_address)
+        self._tick()
+        for listener in self.listeners:
+            listener.link_welcomed(self)
+
+    def _open_pages(self, address: str) -> None:
+        if not address:
+            return
+        pages = self._context.socket(zmq.SUB)
+        pages.setsockopt(zmq.LINGER, 0)
+        for topic in self._topics:
+            pages.setsockopt(zmq.SUBSCRIBE, topic)
+        pages.connect(_reachable(address, self.address))
+        self._pages = SocketReader(self._loop, pages, self._on_feed)
+
+    def _on_feed(self, frames: list[bytes]) -> None:
+        if len(frames) == 2:
+            for listener in self.listeners:
+                listener.link_fed(self, frames[0], frames[1])
+
+    def _fan_out(self, step: StepColumns) -> None:
+        for start in step.starts:
+            if (run := self._runs.get(start.sequence_id)) is not None:
+                run.receiver.started(start)
+        for sequence_id, scores in step.prompt_scores:
+            if (run := self._runs.get(sequence_id)) is not None:
+                run.receiver.prompt_scored(scores)
+        if step.scores is not None:
+            self._put_scored(step)
+        else:
+            boxes = self._boxes
+            for sequence_id, token_id in zip(step.sequence_ids, step.token_ids, strict=True):
+                # Unknown ids are late tokens of sequences that were aborted or resumed elsewhere.
+                if (box := boxes.get(sequence_id)) is not None and token_id != NO_TOKEN:
+                    box.put(token_id)
+        for end in step.ends:
+            if (box := self._boxes.get(end.sequence_id)) is not None:
+                self._forget(end.sequence_id)
+                box.finish(end)
+
+    def _put_scored(self, step: StepColumns) -> None:
+        scores = step.scores
+        assert scores is not None
+        first_alternative = 0
+        for entry, (sequence_id, token_id) in enumerate(zip(step.sequence_ids, step.token_ids, strict=True)):
+            if (box := self._boxes.get(sequence_id)) is not None and token_id != NO_TOKEN:
+                box.put_scored(token_id, scores, entry, first_alternative)
+            first_alternative += scores.counts[entry]
+
+    def _on_outcome(self, outcome: AddOutcome) -> None:
+        run = self._runs.get(outcome.sequence_id)
+        if run is None:
+            return
+        if outcome.status != AddStatus.ACCEPTED:
+            for sequence_id in list(run.sequence_ids):
+                self._forget(sequence_id)
+        run.receiver.added(outcome)
+
+    def _on_reply(self, reply: CommandReply) -> None:
+        pending = self._commands.get(reply.command_id)
+        if pending is None:
+            return
+        pending.replies.append(reply)
+        if len(pending.replies) > MAX_REPLIES:
+            pending.is_lost = True
+            pending.replies.clear()
+            del self._commands[reply.command_id]
+        pending.wake()
+
+    def _on_monitor(self, frames: list[bytes]) -> None:
+        event = parse_monitor_message(frames)["event"]
+        if event == zmq.EVENT_DISCONNECTED:
+            self._lose(LostReason.CRASH, "closed the connection")
+
+    def _forget(self, sequence_id: int) -> None:
+        del self._boxes[sequence_id]
+        first = self._first_ids.pop(sequence_id)
+        run = self._runs[first]
+        run.sequence_ids.discard(sequence_id)
+        if not run.sequence_ids:
+            del self._runs[first]
+
+    # Life
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        self._cancel_timer()
+        self._timer = self._loop.call_later(TICK_SECONDS, self._tick)
+        was_late = now - self._last_tick > 4 * TICK_SECONDS
+        self._last_tick = now
+        if now - self._last_sent_beat >= HEARTBEAT_SECONDS - 0.01:
+            self._last_sent_beat = now
+            self._send(codec.encode_heartbeat(self.live_sequences))
+        # After a pause of this process the worker's signs of life are still in the socket: read them first.
+        if self.is_up and not was_late and now - self.beat_time > SILENCE_SECONDS:
+            self._lose(LostReason.PARTITION, f"silent for {now - self.beat_time:.1f} s")
+
+    def _lose(self, reason: LostReason, why: str) -> None:
+        if self._is_closed or self._engine is None:
+            return
+        log.warning(
+            "event=worker_lost worker=%s reason=%s why=%r sequences=%d",
+            self.worker_id,
+            reason.value,
+            why,
+            self.live_sequences,
+        )
+        was_up, self.is_up = self.is_up, False
+        self._cancel_timer()
+        self._close_sockets()
+        self._end_life(reason)
+        if was_up:
+            for listener in self.listeners:
+                listener.link_lost(self, reason)
+        self._timer = self._loop.call_later(self._backoff, self.open)
+        self._backoff = min(self._backoff * 2, MAX_BACKOFF_SECONDS)
+
+    def _end_life(self, reason: LostReason) -> None:
+        runs, commands = list(self._runs.values()), list(self._commands.values())
+        self._boxes.clear()
+        self._first_ids.clear()
+        self._runs.clear()
+        self._commands.clear()
+        for run in runs:
+            run.receiver.lost(reason)
+        for command in commands:
+            command.is_lost = True
+            command.wake()
+
+    def _close_sockets(self, linger_ms: int = 0) -> None:
+        if self._monitor is not None and self._engine is not None:
+            self._monitor.stop()
+            self._engine.socket.disable_monitor()
+        for reader in (self._monitor, self._engine, self._pages):
+            if reader is not None:
+                reader.close(linger_ms)
+        self._engine = self._monitor = self._pages = None
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _reachable(pages_address: str, engine_address: str) -> str:
+    """The pages address as seen from here: a worker that binds all interfaces names none."""
+    for anywhere in ("tcp://0.0.0.0:", "tcp://*:", "tcp://[::]:"):
+        if pages_address.startswith(anywhere) and engine_address.startswith("tcp://"):
+            host = engine_address.removeprefix("tcp://").rpartition(":")[0]
+            return f"tcp://{host}:{pages_address.rpartition(':')[2]}"
+    return pages_address

@@ -1,0 +1,161 @@
+"""Mailboxes: what a worker sent for a sequence and its reader has not taken yet.
+
+The step fan-out appends and wakes; it never waits and never fails. The reader takes everything at
+once: one token a message while it keeps up, many when it is late. Bound: max_tokens x 4 bytes and
+8 bytes per alternative. Knows no text, no sockets, no clients.
+"""
+
+import asyncio
+from array import array
+
+from service.request import AddOutcome, LostReason, Scores, SequenceEnd, SequenceStart
+
+
+class Inbox:
+    """All that workers say about one request; wakes its one reader."""
+
+    __slots__ = ("_loop", "_waiter", "boxes", "loss", "outcomes", "prompt_scores", "start")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiter: asyncio.Future[None] | None = None
+        self.boxes: list[Mailbox] = []
+        self.outcomes: dict[int, AddOutcome] = {}  # by the run's first sequence id
+        self.start: SequenceStart | None = None  # the first one that is no re-admission
+        self.prompt_scores: Scores | None = None
+        self.loss: LostReason | None = None  # until the reader has dealt with it
+
+    def wake(self) -> None:
+        """Lets the reader look again. Cheap when nobody waits."""
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Returns after the next wake(). The caller has looked at everything since the last one."""
+        waiter = self._waiter = self._loop.create_future()
+        try:
+            await waiter
+        finally:
+            if self._waiter is waiter:
+                self._waiter = None
+
+    @property
+    def unread(self) -> int:
+        """Tokens that wait to be taken."""
+        return sum(box.unread for box in self.boxes)
+
+    # What a link calls.
+
+    def added(self, outcome: AddOutcome) -> None:
+        """The worker's answer to a run."""
+        self.outcomes[outcome.sequence_id] = outcome
+        self.wake()
+
+    def started(self, start: SequenceStart) -> None:
+        """A run left the queue; re-admissions after a preemption are no news."""
+        if self.start is None and not start.resumed:
+            self.start = start
+            self.wake()
+
+    def prompt_scored(self, scores: Scores) -> None:
+        """Log-probabilities of the prompt are complete."""
+        self.prompt_scores = scores
+
+    def lost(self, reason: LostReason) -> None:
+        """The worker is gone; nothing more comes from it."""
+        self.loss = reason
+        self.wake()
+
+
+class Mailbox:
+    """Tokens of one sequence over all attempts: first those taken, then those that wait."""
+
+    __slots__ = ("_hold", "_inbox", "_limit", "_loop", "_need", "_timer", "end", "scores", "taken", "tokens")
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        limit: int,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        has_scores: bool = False,
+        hold_seconds: float = 0.0,
+    ) -> None:
+        self._inbox = inbox
+        self._limit = limit  # tokens; a worker that sends more is wrong, and the surplus is dropped
+        self._loop = loop
+        self._hold = hold_seconds
+        self._need = 1  # unread tokens that wake the reader; the first token is never held
+        self._timer: asyncio.TimerHandle | None = None
+        self.tokens: array[int] = array("I")
+        self.taken = 0
+        self.scores: Scores | None = Scores() if has_scores else None  # of unread tokens only
+        self.end: SequenceEnd | None = None
+
+    @property
+    def unread(self) -> int:
+        """Tokens that wait to be taken."""
+        return len(self.tokens) - self.taken
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a take is due: enough tokens, the hold is over, or the end."""
+        return self.unread >= self._need or self.end is not None
+
+    def put(self, token_id: int) -> None:
+        """A token came."""
+        tokens = self.tokens
+        if self.end is not None or len(tokens) >= self._limit:
+            return
+        tokens.append(token_id)
+        if len(tokens) - self.taken >= self._need:
+            self._inbox.wake()
+        elif self._timer is None:
+            self._timer = self._loop.call_later(self._hold, self._stop_holding)
+
+    def put_scored(self, token_id: int, scores: Scores, entry: int, first_alternative: int) -> None:
+        """A token came with its log-probabilities."""
+        if self.scores is not None and self.end is None and len(self.tokens) < self._limit:
+            self.scores.append(scores, entry, first_alternative)
+        self.put(token_id)
+
+    def finish(self, end: SequenceEnd) -> None:
+        """The sequence ended on its worker."""
+        if self.end is None:
+            self.end = end
+            self._stop_timer()
+            self._inbox.wake()
+
+    def reopen(self) -> None:
+        """The sequence goes on elsewhere: its end was none."""
+        self.end = None
+
+    def take(self, min_tokens: int = 1) -> "array[int]":
+        """Everything that waits. The next take is due after `min_tokens` more, or the hold."""
+        taken = self.tokens[self.taken :]
+        self.taken = len(self.tokens)
+        if self.taken:
+            self._need = min_tokens
+        self._stop_timer()
+        return taken
+
+    def close(self) -> None:
+        """No reader any more: the memory goes, what still comes is dropped."""
+        self._stop_timer()
+        self._limit = 0
+        self.tokens = array("I")
+        self.taken = 0
+        self.scores = None
+
+    def _stop_holding(self) -> None:
+        self._timer = None
+        self._need = 1
+        self._inbox.wake()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
