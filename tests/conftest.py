@@ -17,9 +17,9 @@ def model_path() -> Path:
         path = Path(override)
         assert path.is_file(), f"KVATLAS_MODEL_FILE names no file: {path}"
         return path
-    from kvatlas.models.source import resolve
+    from kvatlas.models.resolve import resolve_model
 
-    return Path(resolve(MODEL))
+    return resolve_model(MODEL).location
 
 
 @pytest.fixture(autouse=True)

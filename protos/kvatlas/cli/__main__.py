@@ -1,0 +1,38 @@
+"""`kvatlas` and `python -m kvatlas.cli`: settings, then the command's own module, then an exit code."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from kvatlas.cli import config, exits
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    config.prepare_environment()
+    try:
+        settings = config.read(sys.argv[1:] if arguments is None else arguments)
+        command = importlib.import_module(f"kvatlas.cli.{settings.command}")
+        code: int = command.run(settings)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return exits.INTERRUPTED
+    except BrokenPipeError:
+        # Who read our output has left. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return exits.BROKEN_PIPE
+    except ModuleNotFoundError as error:
+        exits.complain(f"{error.name} is not installed: pip install 'kvatlas[cli]'")
+        return exits.USAGE
+    except Exception as error:
+        code_or_bug = exits.code_of(error)
+        if code_or_bug is None:
+            raise
+        exits.complain(str(error))
+        return code_or_bug
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""How a command ends: one line on stderr, and a code that a script can tell apart."""
+
+import sys
+from typing import Final
+
+DONE: Final = 0
+FAILED: Final = 1
+USAGE: Final = 2
+NO_SERVER: Final = 3
+DEADLINE: Final = 4
+REFUSED: Final = 5
+INTERRUPTED: Final = 130
+BROKEN_PIPE: Final = 141
+
+
+class CommandFailed(Exception):
+    """A command cannot go on; the text is for the user."""
+
+    def __init__(self, message: str, code: int = FAILED) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def complain(message: str) -> None:
+    """One line on stderr, whatever the message holds."""
+    print("kvatlas: " + " ".join(message.split()), file=sys.stderr, flush=True)
+
+
+def code_of(error: Exception) -> int | None:
+    """Exit code of an error that is meant for the user; None: a bug of ours."""
+    from kvatlas.cli.config import ConfigError
+
+    if isinstance(error, ConfigError):
+        return USAGE
+    if isinstance(error, CommandFailed):
+        return error.code
+    return _client_code(error) if "kvatlas.client.errors" in sys.modules else None
+
+
+def _client_code(error: Exception) -> int | None:
+    from kvatlas.client import errors
+
+    table: list[tuple[type[errors.KvatlasError], int]] = [
+        (errors.InvalidRequest, USAGE),
+        (errors.NotFound, USAGE),
+        (errors.Unavailable, NO_SERVER),
+        (errors.DeadlineExceeded, DEADLINE),
+        (errors.Refused, REFUSED),
+        (errors.PermissionDenied, REFUSED),
+        (errors.KvatlasError, FAILED),
+    ]
+    return next((code for kind, code in table if isinstance(error, kind)), None)

@@ -1,0 +1,161 @@
+"""`kvatlas serve`: one worker and one service on this machine, supervised.
+
+Starts both as modules in processes of their own and imports none of them. Owns the folder of their
+sockets (mode 0700) and their ports.
+"""
+
+import json
+import os
+import shutil
+import sys
+import time
+import urllib.error
+import urllib.request
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kvatlas.cli import config
+from kvatlas.cli.exits import USAGE, CommandFailed
+from kvatlas.cli.ports import choose_ports, split_address
+from kvatlas.cli.pull import pull
+from kvatlas.cli.supervisor import ChildSpec, RestartPolicy, Supervisor, print_log
+
+WORKER_END_SECONDS = 15.0
+MARGIN_SECONDS = 10.0  # beyond what the service itself allows for its drain
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where everything of one run is."""
+
+    folder: Path
+    address: str  # gRPC
+    metrics_port: int
+    worker_metrics_port: int
+
+
+def run(settings: Namespace) -> int:
+    """Serves until a signal."""
+    started = time.monotonic()
+    pull(settings.model)
+    place = _choose_place(settings)
+    try:
+        supervisor = Supervisor(
+            [_service(settings, place), _worker(settings, place)],
+            RestartPolicy(settings.max_restarts),
+            environment=config.child_environment(),
+            clock=time.monotonic,
+            log=print_log,
+        )
+        supervisor.install_signals()
+
+        def on_ready() -> None:
+            print_log(_ready_line(place, time.monotonic() - started))
+            if settings.ready_file:
+                _write_ready(Path(settings.ready_file), place, supervisor.process_ids())
+
+        return supervisor.run(lambda: _is_ready(place.metrics_port), on_ready, settings.ready_timeout)
+    finally:
+        shutil.rmtree(place.folder, ignore_errors=True)
+
+
+def _choose_place(settings: Namespace) -> Place:
+    wanted = {
+        "--metrics-port": (LOOPBACK, settings.metrics_port),
+        "--worker-metrics-port": (LOOPBACK, settings.worker_metrics_port),
+    }
+    is_unix = settings.listen.startswith("unix:")
+    if not is_unix:
+        wanted["--listen"] = split_address(settings.listen)
+    ports = choose_ports(wanted)
+    host = settings.listen.rpartition(":")[0]
+    return Place(
+        folder=config.make_runtime_folder(),
+        address=settings.listen if is_unix else f"{host}:{ports['--listen']}",
+        metrics_port=ports["--metrics-port"],
+        worker_metrics_port=ports["--worker-metrics-port"],
+    )
+
+
+def _worker(settings: Namespace, place: Place) -> ChildSpec:
+    flags = {
+        "model": settings.model,
+        "runner": settings.runner,
+        "device": settings.device,
+        "page-size": settings.page_size or None,
+        "num-pages": settings.num_pages or None,
+        "max-running": settings.max_running or None,
+        "engine-address": f"ipc://{place.folder}/engine",
+        "pages-address": f"ipc://{place.folder}/pages",
+        "metrics-host": LOOPBACK,
+        "metrics-port": place.worker_metrics_port,
+        "parent-watch": os.getpid(),
+        "log-level": settings.log_level,
+    }
+    return ChildSpec("worker", _command("worker", flags, settings.set_worker), WORKER_END_SECONDS)
+
+
+def _service(settings: Namespace, place: Place) -> ChildSpec:
+    flags = {
+        "address": place.address,
+        "workers": f"ipc://{place.folder}/engine",
+        "model": settings.model,
+        "metrics-address": f"{LOOPBACK}:{place.metrics_port}",
+        "grace": settings.grace,
+        "drain-listen": settings.drain_listen,
+        "parent-watch": os.getpid(),
+        "log-level": settings.log_level,
+    }
+    more = list(settings.set_service or ())
+    if settings.insecure:
+        more.append("insecure=on")
+    patience = settings.grace + settings.drain_listen + MARGIN_SECONDS
+    return ChildSpec("service", _command("service", flags, more), patience)
+
+
+def _command(module: str, flags: dict[str, object], more: Sequence[str] | None) -> list[str]:
+    """`python -m module --flag value ...`; `more` are NAME=V as the user wrote them."""
+    command = [sys.executable, "-m", module]
+    for name, value in flags.items():
+        if value is not None:
+            command += [f"--{name}", str(value)]
+    for setting in more or ():
+        name, equals, value = setting.partition("=")
+        if not equals or not name:
+            raise CommandFailed(f"--set-{module} {setting!r} is not NAME=VALUE", USAGE)
+        flag = name.replace("_", "-")
+        if value.lower() in ("on", "true", "off", "false"):
+            command.append(f"--{'' if value.lower() in ('on', 'true') else 'no-'}{flag}")
+        else:
+            command += [f"--{flag}", value]
+    return command
+
+
+def _is_ready(metrics_port: int) -> bool:
+    """The service says that a worker is warm: it answers 200 on /readyz."""
+    try:
+        with urllib.request.urlopen(f"http://{LOOPBACK}:{metrics_port}/readyz", timeout=1) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _ready_line(place: Place, seconds: float) -> str:
+    return (
+        f"ready after {seconds:.1f} s · gRPC {place.address} · metrics"
+        f" http://{LOOPBACK}:{place.metrics_port}/metrics and :{place.worker_metrics_port}/metrics"
+    )
+
+
+def _write_ready(path: Path, place: Place, process_ids: dict[str, int]) -> None:
+    """Appears whole: written aside and renamed."""
+    facts = asdict(place) | {"folder": str(place.folder), "process_ids": process_ids, "pid": os.getpid()}
+    aside = path.with_name(path.name + ".part")
+    try:
+        aside.write_text(json.dumps(facts) + "\n")
+        aside.replace(path)
+    except OSError as error:
+        raise CommandFailed(f"cannot write {path}: {error.strerror}", USAGE) from None

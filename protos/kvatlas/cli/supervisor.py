@@ -1,0 +1,230 @@
+"""Starts processes, passes on what they log, restarts the one that dies, ends all in order.
+
+Owns the children and nothing else of the machine: it signals only processes that it started. Knows
+neither worker nor service: each child is a command, a name and a way to end. Children are started by
+exec in a session of their own (never forked Python), so that Ctrl-C reaches only the supervisor,
+which then decides the order.
+"""
+
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvatlas.cli.exits import FAILED, USAGE
+
+KILL_SECONDS = 5.0  # after SIGKILL, until the kernel must have taken it
+LINE_BYTES = 8192  # of one log line at a time
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """What to run. Children end in the order of the list, each with its own patience."""
+
+    name: str
+    command: Sequence[str]
+    end_seconds: float  # from SIGTERM to SIGKILL
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """When to start a dead child again: at once, then ever later, and not more often than `limit` a window."""
+
+    limit: int
+    window_seconds: float = 60.0
+    first_delay_seconds: float = 0.25
+    last_delay_seconds: float = 8.0
+
+    def delay(self, deaths: Sequence[float], now: float) -> float | None:
+        """Seconds to wait after the last of `deaths` (times, oldest first); None: give up."""
+        recent = sum(1 for death in deaths if now - death < self.window_seconds)
+        if recent > self.limit:
+            return None
+        return min(self.first_delay_seconds * 2.0 ** max(0, recent - 1), self.last_delay_seconds)
+
+
+@dataclass(slots=True)
+class _Child:
+    spec: ChildSpec
+    process: "subprocess.Popen[bytes] | None" = None
+    deaths: list[float] = field(default_factory=list)
+    restart_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Died:
+    name: str
+    pid: int
+    code: int
+
+
+class Supervisor:
+    """Runs until a signal, or until a child cannot be kept alive. `log` takes finished lines."""
+
+    def __init__(
+        self,
+        specs: Sequence[ChildSpec],
+        policy: RestartPolicy,
+        *,
+        environment: Mapping[str, str],
+        clock: Callable[[], float],
+        log: Callable[[str], None],
+    ) -> None:
+        self._children = {spec.name: _Child(spec) for spec in specs}
+        self._policy = policy
+        self._environment = environment
+        self._clock = clock
+        self._log = log
+        self._events: queue.SimpleQueue[_Died | signal.Signals] = queue.SimpleQueue()
+        self._is_ready = False
+
+    def install_signals(self) -> None:
+        """SIGINT, SIGTERM and SIGHUP end it in order. Main thread only."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda got, _frame: self._events.put(signal.Signals(got)))
+
+    def run(self, is_ready: Callable[[], bool], on_ready: Callable[[], None], ready_seconds: float) -> int:
+        """Starts all, waits until they are ready, keeps them alive; returns an exit code. No child is left."""
+        try:
+            for child in self._children.values():
+                self._start(child)
+            code = self._wait_ready(is_ready, ready_seconds)
+            if code is None:
+                self._is_ready = True
+                on_ready()
+                code = self._keep_alive()
+        finally:
+            self._end_all()
+        return code
+
+    def process_ids(self) -> dict[str, int]:
+        """Of the children that run."""
+        return {name: c.process.pid for name, c in self._children.items() if c.process is not None}
+
+    def _wait_ready(self, is_ready: Callable[[], bool], limit_seconds: float) -> int | None:
+        """None: ready. Before that a death is final: what failed to start will fail again."""
+        until = self._clock() + limit_seconds
+        while self._clock() < until:
+            event = self._next_event(0.1)
+            if isinstance(event, signal.Signals):
+                return 128 + event
+            if event is not None:
+                self._log(f"{event.name} ended before it was ready ({_ending(event.code)})")
+                return USAGE if event.code == USAGE else FAILED
+            if is_ready():
+                return None
+        self._log(f"not ready after {limit_seconds:g} s: giving up")
+        return FAILED
+
+    def _keep_alive(self) -> int:
+        while True:
+            event = self._next_event(self._until_restart())
+            if isinstance(event, signal.Signals):
+                self._log(f"{event.name}: draining; once more ends what runs, a third time kills")
+                return 0
+            if event is not None and not self._plan_restart(event):
+                return FAILED
+            self._restart_due()
+
+    def _next_event(self, timeout_seconds: float | None) -> "_Died | signal.Signals | None":
+        """A death that counts, a signal, or None when the time is up."""
+        try:
+            event = self._events.get(timeout=timeout_seconds)
+        except queue.Empty:
+            return None
+        if isinstance(event, _Died):
+            child = self._children[event.name]
+            assert child.process is not None and child.process.pid == event.pid, event
+            child.process = None
+        return event
+
+    def _plan_restart(self, event: _Died) -> bool:
+        child = self._children[event.name]
+        now = self._clock()
+        child.deaths.append(now)
+        delay = self._policy.delay(child.deaths, now)
+        if delay is None:
+            self._log(
+                f"{event.name} ended ({_ending(event.code)}), {self._policy.limit + 1} times within"
+                f" {self._policy.window_seconds:g} s: giving up"
+            )
+            return False
+        self._log(f"{event.name} ended ({_ending(event.code)}); again in {delay:g} s")
+        child.restart_at = now + delay
+        return True
+
+    def _until_restart(self) -> float | None:
+        times = [child.restart_at for child in self._children.values() if child.restart_at is not None]
+        return max(0.0, min(times) - self._clock()) if times else None
+
+    def _restart_due(self) -> None:
+        for child in self._children.values():
+            if child.restart_at is not None and child.restart_at <= self._clock():
+                child.restart_at = None
+                self._start(child)
+
+    def _start(self, child: _Child) -> None:
+        process = subprocess.Popen(
+            child.spec.command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(self._environment),
+            start_new_session=True,
+        )
+        child.process = process
+        threading.Thread(
+            target=self._follow, args=(child.spec.name, process), name=f"log-{child.spec.name}", daemon=True
+        ).start()
+
+    def _follow(self, name: str, process: "subprocess.Popen[bytes]") -> None:
+        """On a thread of its own: passes lines on, then tells of the end."""
+        assert process.stdout is not None
+        with process.stdout as output:
+            while line := output.readline(LINE_BYTES):
+                self._log(f"{name:7} | {line.decode(errors='replace').rstrip()}")
+        self._events.put(_Died(name, process.pid, process.wait()))
+
+    def _end_all(self) -> None:
+        """One child after the other: SIGTERM, patience, SIGKILL. Signals that come meanwhile are passed on."""
+        for child in self._children.values():
+            if child.process is not None:
+                self._end(child)
+
+    def _end(self, child: _Child) -> None:
+        process = child.process
+        assert process is not None
+        process.terminate()
+        until, num_signals = self._clock() + child.spec.end_seconds, 0
+        while child.process is not None and (left := until - self._clock()) > 0:
+            event = self._next_event(left)
+            if isinstance(event, signal.Signals):
+                num_signals += 1
+                self._log(f"{event.name}: ending what runs" if num_signals == 1 else f"{event.name}: killing")
+                for other in self._children.values():
+                    if other.process is not None:
+                        other.process.terminate() if num_signals == 1 else other.process.kill()
+        if child.process is not None:
+            self._log(f"{child.spec.name} did not end within {child.spec.end_seconds:g} s: killed")
+            process.kill()
+            while child.process is not None and self._clock() < until + KILL_SECONDS:
+                self._next_event(0.1)
+
+
+def _ending(code: int) -> str:
+    """`signal KILL` or `exit code 3`."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name.removeprefix('SIG')}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+def print_log(line: str) -> None:
+    """A line to stderr, whole: one write, so that threads do not mix."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
