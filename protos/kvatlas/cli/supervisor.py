@@ -6,6 +6,8 @@ exec in a session of their own (never forked Python), so that Ctrl-C reaches onl
 which then decides the order.
 """
 
+import contextlib
+import os
 import queue
 import signal
 import subprocess
@@ -31,7 +33,7 @@ class ChildSpec:
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """When to start a dead child again: at once, then ever later, and not more often than `limit` a window."""
+    """When to start a dead child again: soon, then ever later, at most `limit` times a window."""
 
     limit: int
     window_seconds: float = 60.0
@@ -87,7 +89,7 @@ class Supervisor:
             signal.signal(number, lambda got, _frame: self._events.put(signal.Signals(got)))
 
     def run(self, is_ready: Callable[[], bool], on_ready: Callable[[], None], ready_seconds: float) -> int:
-        """Starts all, waits until they are ready, keeps them alive; returns an exit code. No child is left."""
+        """Starts all, waits until they are ready, keeps them alive. An exit code; no child is left."""
         try:
             for child in self._children.values():
                 self._start(child)
@@ -137,7 +139,8 @@ class Supervisor:
             return None
         if isinstance(event, _Died):
             child = self._children[event.name]
-            assert child.process is not None and child.process.pid == event.pid, event
+            assert child.process is not None, event
+            assert child.process.pid == event.pid, event
             child.process = None
         return event
 
@@ -176,20 +179,21 @@ class Supervisor:
             start_new_session=True,
         )
         child.process = process
-        threading.Thread(
-            target=self._follow, args=(child.spec.name, process), name=f"log-{child.spec.name}", daemon=True
-        ).start()
+        # Two threads: a grandchild may hold the pipe open after the child is dead.
+        for task in (self._pass_on_log, self._await_death):
+            threading.Thread(target=task, args=(child.spec.name, process), daemon=True).start()
 
-    def _follow(self, name: str, process: "subprocess.Popen[bytes]") -> None:
-        """On a thread of its own: passes lines on, then tells of the end."""
+    def _pass_on_log(self, name: str, process: "subprocess.Popen[bytes]") -> None:
         assert process.stdout is not None
         with process.stdout as output:
             while line := output.readline(LINE_BYTES):
                 self._log(f"{name:7} | {line.decode(errors='replace').rstrip()}")
+
+    def _await_death(self, name: str, process: "subprocess.Popen[bytes]") -> None:
         self._events.put(_Died(name, process.pid, process.wait()))
 
     def _end_all(self) -> None:
-        """One child after the other: SIGTERM, patience, SIGKILL. Signals that come meanwhile are passed on."""
+        """One child after the other: SIGTERM, patience, SIGKILL. A further signal speeds it up."""
         for child in self._children.values():
             if child.process is not None:
                 self._end(child)
@@ -206,12 +210,18 @@ class Supervisor:
                 self._log(f"{event.name}: ending what runs" if num_signals == 1 else f"{event.name}: killing")
                 for other in self._children.values():
                     if other.process is not None:
-                        other.process.terminate() if num_signals == 1 else other.process.kill()
+                        other.process.terminate() if num_signals == 1 else _kill(other.process)
         if child.process is not None:
             self._log(f"{child.spec.name} did not end within {child.spec.end_seconds:g} s: killed")
-            process.kill()
+            _kill(process)
             while child.process is not None and self._clock() < until + KILL_SECONDS:
                 self._next_event(0.1)
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    """With all that it started: each child leads a process group of its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _ending(code: int) -> str:

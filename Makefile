@@ -1,0 +1,100 @@
+# The verbs that people and CI share. `make help` lists them.
+#
+# VENV names the environment; every verb makes it, and brings it up to date when pyproject.toml changes.
+# TORCH is what pip is asked for; a machine with its own build of torch can name that.
+
+VENV  ?= .venv
+TORCH ?= torch==2.13.0
+PYTHON3 ?= python3
+
+PYTHON := $(VENV)/bin/python
+PIP    := $(PYTHON) -m pip --disable-pip-version-check --no-input
+READY  := $(VENV)/.kvatlas
+DEV    := $(VENV)/.kvatlas-dev
+
+# A checkout runs without being installed: protos/ holds the package kvatlas.
+export PYTHONPATH := $(CURDIR)/protos
+# One process computes with all cores; many tests at once must not each start a thread per core.
+TEST_ENV := OMP_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo serve test test-all test-gpu test-clients sim check fix bench protos clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(DEV)  ## environment with everything; the git hook too, where pre-commit is installed
+	@if command -v pre-commit >/dev/null && [ -d .git ] && [ -z "$(CI)" ]; then pre-commit install; fi
+	@echo "ready: $(PYTHON)"
+
+demo: $(READY)  ## fetch the small model, serve it, ask twice, show the page map
+	@$(PYTHON) -m kvatlas.cli demo
+
+serve: $(READY)  ## worker and service on this machine, on port 50051
+	@$(PYTHON) -m kvatlas.cli serve
+
+test: $(DEV)  ## what needs neither a GPU nor patience
+	@$(TEST_ENV) $(PYTHON) -m pytest -q -m "not gpu and not slow" $(PYTEST_ARGS)
+
+test-all: $(DEV)  ## all that this machine can run
+	@$(TEST_ENV) $(PYTHON) -m pytest -q $(PYTEST_ARGS)
+
+test-gpu: $(DEV)  ## what needs a CUDA device
+	@$(PYTHON) -m pytest -q -m gpu $(PYTEST_ARGS)
+
+test-clients: $(DEV)  ## Node and buf curl against a real server
+	@$(TEST_ENV) $(PYTHON) -m pytest -q tests/integration/test_foreign_clients.py $(PYTEST_ARGS)
+
+sim: $(DEV)  ## the whole control plane from many seeds
+	@$(TEST_ENV) $(PYTHON) -m pytest -q tests/simulation $(PYTEST_ARGS)
+
+check: $(DEV)  ## format, lint, types, import contracts, protos
+	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m mypy
+	@PYTHONPATH=$(CURDIR)/protos:$(CURDIR) $(VENV)/bin/lint-imports --no-logo
+	@$(PYTHON) protos/generate.py --check
+	@$(VENV)/bin/buf lint protos
+	@$(VENV)/bin/buf format --diff --exit-code protos
+	@$(MAKE) --no-print-directory breaking
+
+breaking: $(DEV)
+	@tag=$$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null || true); \
+	if [ -n "$$tag" ]; then \
+	  echo "buf breaking against $$tag"; \
+	  $(VENV)/bin/buf breaking protos --against ".git#tag=$$tag,subdir=protos"; \
+	else echo "buf breaking: no release tag yet"; fi
+
+fix: $(DEV)  ## the mirror of check: format, safe fixes, protos
+	@$(PYTHON) -m ruff check --fix .
+	@$(PYTHON) -m ruff format .
+	@$(VENV)/bin/buf format --write protos
+	@$(PYTHON) protos/generate.py
+
+bench: $(DEV)  ## control plane and CPU speed, into benchmarks/results/
+	@$(PYTHON) -m benchmarks.control_plane
+	@$(PYTHON) -m benchmarks.cpu
+
+protos: $(DEV)  ## compile the protos beside their sources
+	@$(PYTHON) protos/generate.py
+
+clean:  ## remove the environment and all caches
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache examples/node/node_modules
+
+# The environment of `make demo` has no tools; the one of all other verbs does, and serves the demo too.
+
+$(PYTHON):
+	@echo "making $(VENV)"
+	@$(PYTHON3) -m venv $(VENV) || { echo "python3 -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
+
+$(DEV): pyproject.toml | $(PYTHON)
+	@echo "installing torch, kvatlas and the tools (once)"
+	@$(PIP) install --quiet --progress-bar on "$(TORCH)"
+	@$(PIP) install --quiet --progress-bar on -e '.[dev]'
+	@touch $(READY) $(DEV)
+
+$(READY): pyproject.toml | $(PYTHON)
+	@if [ -f $(DEV) ]; then $(MAKE) --no-print-directory $(DEV); else \
+	  echo "installing torch and kvatlas (once)"; \
+	  $(PIP) install --quiet --progress-bar on "$(TORCH)" && \
+	  $(PIP) install --quiet --progress-bar on -e '.[all]' && touch $(READY); fi
