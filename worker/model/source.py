@@ -37,7 +37,7 @@ from worker.model.random_weights import random_checkpoint
 from worker.model.weights import Checkpoint, Shape, SharedSource
 
 _LOG = logging.getLogger(__name__)
-_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+_DTYPES = (torch.float32, torch.bfloat16)
 # Buffers that old checkpoints carry along; they are computed from the config.
 _HARMLESS_ENDINGS = (".rotary_emb.inv_freq", ".self_attn.masked_bias", ".self_attn.bias")
 
@@ -57,17 +57,35 @@ def load_model(
 
     `max_context` bounds the rotary table (default: all the model is made for). Raises ModelError.
     """
-    if dtype not in _DTYPES:
-        raise ModelError(
-            ModelErrorReason.UNSUPPORTED_DTYPE,
-            f"{dtype} is not supported: activations of these families overflow float16 (B090); "
-            "use bfloat16 or float32",
-        )
     config, checkpoint = open_checkpoint(files, seed)
+    return build_model(
+        config,
+        checkpoint,
+        placement=Placement(torch.device(device), dtype),
+        max_context=max_context,
+        linear_factory=linear_factory,
+        embedding_factory=embedding_factory,
+        operations=operations,
+    )
+
+
+def build_model(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    *,
+    placement: Placement,
+    max_context: int | None = None,
+    linear_factory: LinearFactory = torch_linear,
+    embedding_factory: EmbeddingFactory = torch_embedding,
+    operations: Operations | None = None,
+) -> Model:
+    """Builds the network from a config and its tensors; all of them are checked before any is read."""
+    _check_dtype(placement.dtype)
     shapes = parameter_shapes(config)
     checkpoint.check(shapes)
     _warn_of_surplus(checkpoint, config, shapes)
-    loader = _Loader(config, checkpoint, Placement(torch.device(device), dtype), linear_factory)
+    positions = _context(config, max_context)
+    loader = _Loader(config, checkpoint, placement, linear_factory)
     embedding, head = loader.embedding_and_head(embedding_factory)
     return Model(
         config,
@@ -75,7 +93,7 @@ def load_model(
         layers=[loader.layer(number) for number in range(config.num_layers)],
         norm=loader.vector(NORM),
         head=head,
-        rotary=RotaryTable(config.rope, config.head_dim, _context(config, max_context), torch.device(device)),
+        rotary=RotaryTable(config.rope, config.head_dim, positions, placement.device),
         operations=operations or Operations(),
         num_parameters=sum(prod(shape) for shape in shapes.values()),
     )
@@ -98,6 +116,14 @@ def open_checkpoint(files: ModelFiles, seed: int) -> tuple[ModelConfig, Checkpoi
         case ModelKind.RANDOM:
             config = from_hub_config(SHAPES[files.shape or ""], read_vocabulary(files), files.name)
             return config, random_checkpoint(parameter_shapes(config), seed)
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in _DTYPES:
+        raise ModelError(
+            ModelErrorReason.UNSUPPORTED_DTYPE,
+            f"{dtype} is not supported: activations of these families overflow it; use bfloat16 or float32",
+        )
 
 
 def _hub_config(files: ModelFiles) -> ModelConfig:

