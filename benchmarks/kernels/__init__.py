@@ -1,0 +1,1 @@
+"""One benchmark per kernel: bytes, time and percent of the limit."""

@@ -1,0 +1,129 @@
+"""Per-head norm of q and k, rotary, and the store of k and v into their slots, in one launch.
+
+Bytes: read the fused qkv product once, write q once and k, v once into the pool. One program handles one
+token. Rotary is the half-split form (Hugging Face's `rotate_half`).
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.batch import KvLayer
+
+
+def rotary_store(
+    qkv: Tensor,
+    kv: KvLayer,
+    slots: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    out_q: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Splits `qkv`, norms, rotates, stores.
+
+    qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; out_q [num_tokens, num_heads, head_dim];
+    cos_sin fp32 [max_position, head_dim]: cosines of the head_dim / 2 frequencies, then sines; positions
+    and slots int32 [num_tokens]; q_norm, k_norm [head_dim] or None.
+    """
+    num_tokens, num_heads, head_dim = out_q.shape
+    num_kv_heads = kv.k.shape[1]
+    assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim, f"qkv is {tuple(qkv.shape)}"
+    assert qkv.stride(1) == 1, "qkv rows must be contiguous"
+    assert out_q.is_contiguous(), "out_q must be contiguous"
+    assert (q_norm is None) == (k_norm is None), "q_norm and k_norm come together"
+    if num_tokens == 0:
+        return
+    _rotary_store_kernel[(num_tokens,)](
+        qkv,
+        kv.k,
+        kv.v,
+        slots,
+        positions,
+        cos_sin,
+        out_q,
+        q_norm if q_norm is not None else qkv,
+        k_norm if k_norm is not None else qkv,
+        eps,
+        qkv.stride(0),
+        kv.k.stride(0),
+        kv.v.stride(0),
+        cos_sin.stride(0),
+        HEADS=num_heads,
+        HEADS_PADDED=triton.next_power_of_2(num_heads),
+        KV_HEADS=num_kv_heads,
+        KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads),
+        HALF=head_dim // 2,
+        HALF_PADDED=triton.next_power_of_2(head_dim // 2),
+        HAS_NORM=q_norm is not None,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _norm_rotate(source, heads, half, mask, norm, cos, sin, eps, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
+    at = source + heads[:, None] * (2 * HALF) + half[None, :]
+    low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        half_ok = half < HALF
+        square = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF)
+        scale = 1.0 / tl.sqrt(square + eps)
+        weight_low = tl.load(norm + half, mask=half_ok, other=0.0).to(tl.float32)
+        weight_high = tl.load(norm + HALF + half, mask=half_ok, other=0.0).to(tl.float32)
+        low = low * scale[:, None] * weight_low[None, :]
+        high = high * scale[:, None] * weight_high[None, :]
+    return low * cos[None, :] - high * sin[None, :], high * cos[None, :] + low * sin[None, :]
+
+
+@triton.jit
+def _rotary_store_kernel(
+    qkv,
+    k_pool,
+    v_pool,
+    slots,
+    positions,
+    cos_sin,
+    out_q,
+    q_norm,
+    k_norm,
+    eps,
+    qkv_stride,
+    k_stride,
+    v_stride,
+    cos_sin_stride,
+    HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    KV_HEADS_PADDED: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    position = tl.load(positions + token).to(tl.int64)
+    half = tl.arange(0, HALF_PADDED)
+    half_ok = half < HALF
+    cos = tl.load(cos_sin + position * cos_sin_stride + half, mask=half_ok, other=0.0)
+    sin = tl.load(cos_sin + position * cos_sin_stride + HALF + half, mask=half_ok, other=0.0)
+    source = qkv + token * qkv_stride
+    heads = tl.arange(0, HEADS_PADDED)
+    mask = (heads < HEADS)[:, None] & half_ok[None, :]
+    low, high = _norm_rotate(source, heads, half, mask, q_norm, cos, sin, eps, HALF, HAS_NORM)
+    at = out_q + token * (HEADS * 2 * HALF) + heads[:, None] * (2 * HALF) + half[None, :]
+    tl.store(at, low.to(out_q.dtype.element_ty), mask=mask)
+    tl.store(at + HALF, high.to(out_q.dtype.element_ty), mask=mask)
+    kv_heads = tl.arange(0, KV_HEADS_PADDED)
+    kv_mask = (kv_heads < KV_HEADS)[:, None] & half_ok[None, :]
+    k_source = source + HEADS * 2 * HALF
+    low, high = _norm_rotate(k_source, kv_heads, half, kv_mask, k_norm, cos, sin, eps, HALF, HAS_NORM)
+    k_at = k_pool + slot * k_stride + kv_heads[:, None] * (2 * HALF) + half[None, :]
+    tl.store(k_at, low.to(k_pool.dtype.element_ty), mask=kv_mask)
+    tl.store(k_at + HALF, high.to(k_pool.dtype.element_ty), mask=kv_mask)
+    v_source = k_source + KV_HEADS * 2 * HALF + kv_heads[:, None] * (2 * HALF) + half[None, :]
+    v_at = v_pool + slot * v_stride + kv_heads[:, None] * (2 * HALF) + half[None, :]
+    tl.store(v_at, tl.load(v_source, mask=kv_mask).to(v_pool.dtype.element_ty), mask=kv_mask)
+    tl.store(v_at + HALF, tl.load(v_source + HALF, mask=kv_mask).to(v_pool.dtype.element_ty), mask=kv_mask)

@@ -1,0 +1,152 @@
+"""The Triton kernels on CPU tensors, through Triton's interpreter, against the reference operations."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before the imports below
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+
+from kernels import reference  # noqa: E402
+from kernels.batch import KvLayer, PagedBatch  # noqa: E402
+from kernels.matvec import matvec  # noqa: E402
+from kernels.paged_decode import make_plan, paged_decode, plan_decode  # noqa: E402
+from kernels.paged_prefill import list_tiles, paged_prefill  # noqa: E402
+from kernels.rms_norm import add_rms_norm, rms_norm  # noqa: E402
+from kernels.rotary_store import rotary_store  # noqa: E402
+from kernels.silu_mul import silu_mul  # noqa: E402
+from kernels.store_kv import store_kv  # noqa: E402
+
+SHAPES = [  # heads, KV heads, head_dim, page size, kv lengths, query lengths
+    (4, 2, 64, 16, [1, 130, 300], [1, 130, 7]),
+    (7, 1, 80, 1, [129, 65], [100, 1]),
+    (9, 3, 32, 4, [5, 64, 128, 100], [5, 3, 1, 50]),
+    (2, 2, 128, 64, [63, 64, 65], [1, 1, 65]),
+]
+
+
+def nan_pool(num_slots: int, kv_heads: int, dim: int) -> KvLayer:
+    return KvLayer(*(torch.full((num_slots, kv_heads, dim), float("nan")) for _ in range(2)))
+
+
+def problem(heads: int, kv_heads: int, dim: int, page: int, kv_lens: list[int], q_lens: list[int]):
+    """A NaN-filled pool with random K and V in the slots of random pages."""
+    generator = torch.Generator().manual_seed(heads * 1000 + dim)
+    pages = torch.randperm(sum(-(-n // page) for n in kv_lens) + 3, generator=generator).tolist()
+    kv = nan_pool(len(pages) * page, kv_heads, dim)
+    table = torch.zeros(len(kv_lens) + 1, 320, dtype=torch.int32)
+    for row, length in enumerate(kv_lens):
+        for index in range(-(-length // page)):
+            first = pages.pop() * page
+            table[row, index * page : (index + 1) * page] = torch.arange(first, first + page)
+        slots = table[row, :length].long()
+        kv.k[slots] = torch.randn(length, kv_heads, dim, generator=generator)
+        kv.v[slots] = torch.randn(length, kv_heads, dim, generator=generator)
+    num_tokens = sum(q_lens)
+    batch = PagedBatch(
+        page_table=table,
+        rows=torch.arange(len(kv_lens), dtype=torch.int32),
+        kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
+        q_indptr=torch.tensor([0, *q_lens]).cumsum(0).int(),
+        positions=torch.cat([torch.arange(n - m, n) for n, m in zip(kv_lens, q_lens, strict=True)]).int(),
+        write_slots=torch.zeros(num_tokens, dtype=torch.int32),
+        num_decode=0,
+        max_q_len=max(q_lens),
+        max_kv_len=max(kv_lens),
+        page_size=page,
+        rows_host=list(range(len(kv_lens))),
+        kv_lens_host=kv_lens,
+        q_lens_host=q_lens,
+    )
+    return torch.randn(num_tokens, heads, dim, generator=generator), kv, batch
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "page", "kv_lens", "q_lens"), SHAPES)
+def test_paged_prefill_equals_the_reference_on_a_nan_filled_pool(heads, kv_heads, dim, page, kv_lens, q_lens):
+    """H12, S2-29."""
+    q, kv, batch = problem(heads, kv_heads, dim, page, kv_lens, q_lens)
+    tiles = torch.tensor(list_tiles(q_lens, heads // kv_heads), dtype=torch.int32)
+    ours = paged_prefill(q, kv, batch, tiles, scale=dim**-0.5)
+    torch.testing.assert_close(
+        ours, reference.paged_attention(q, kv, batch, scale=dim**-0.5), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "page", "kv_lens", "q_lens"), SHAPES)
+def test_paged_decode_equals_the_reference_and_leaves_its_counters_at_zero(
+    heads, kv_heads, dim, page, kv_lens, q_lens
+):
+    """H12, S2-29; B086, B087: lengths around the chunk edge, several chunks merged by the last to arrive."""
+    q, kv, batch = problem(heads, kv_heads, dim, page, kv_lens, [1] * len(kv_lens))
+    plan = make_plan(len(kv_lens), heads, kv_heads, dim, 320, q.device)
+    for _ in range(2):
+        plan_decode(plan, batch.kv_lens)
+        ours = paged_decode(q, kv, batch.page_table, batch.rows, batch.kv_lens, plan, scale=dim**-0.5)
+    expected = reference.paged_attention(q, kv, batch, scale=dim**-0.5)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    assert plan.arrived.count_nonzero() == 0
+
+
+def test_store_copies_strided_rows_and_nothing_else():
+    """S1-14, S1-15: slices of a fused product, int32 and int64 slots."""
+    fused = torch.randn(5, 3 * 2 * 24)
+    k, v = fused[:, 48:96].view(5, 2, 24), fused[:, 96:].view(5, 2, 24)
+    for dtype in (torch.int32, torch.int64):
+        kv = nan_pool(12, 2, 24)
+        slots = torch.tensor([7, 0, 11, 3, 4], dtype=dtype)
+        store_kv(kv, slots, k, v)
+        torch.testing.assert_close(kv.k[slots.long()], k, rtol=0, atol=0)
+        torch.testing.assert_close(kv.v[slots.long()], v, rtol=0, atol=0)
+        others = [slot for slot in range(12) if slot not in slots.tolist()]
+        assert kv.k[others].isnan().all()
+        assert kv.v[others].isnan().all()
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (7, 1, 80), (9, 3, 32)])
+def test_rotary_store_equals_norm_then_rotary_then_store(heads, kv_heads, dim, with_norm):
+    num_tokens = 6
+    qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * dim)
+    kv, slots = nan_pool(20, kv_heads, dim), torch.randperm(20)[:num_tokens].int()
+    positions, cos_sin = torch.tensor([0, 1, 2, 30, 31, 7]).int(), torch.randn(32, dim)
+    norms = (torch.randn(dim), torch.randn(dim)) if with_norm else (None, None)
+    out_q = torch.empty(num_tokens, heads, dim)
+    rotary_store(qkv, kv, slots, positions, cos_sin, out_q, *norms, eps=1e-6)
+    q, k, v = (
+        part.reshape(num_tokens, -1, dim)
+        for part in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], 1)
+    )
+    if with_norm:
+        q, k = reference.rms_norm(q, norms[0], 1e-6), reference.rms_norm(k, norms[1], 1e-6)
+    cos, sin = cos_sin[positions.long()].chunk(2, dim=1)
+    torch.testing.assert_close(out_q, reference.rotary(q, cos, sin), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(kv.k[slots.long()], reference.rotary(k, cos, sin), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(kv.v[slots.long()], v, rtol=0, atol=0)
+
+
+def test_norms_and_the_gated_activation_equal_the_reference():
+    x, residual, weight = torch.randn(3, 576), torch.randn(3, 576), torch.randn(576)
+    torch.testing.assert_close(
+        rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), rtol=1e-5, atol=1e-5
+    )
+    expected, total = reference.add_rms_norm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(add_rms_norm(x, residual, weight, 1e-5), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(residual, total)
+    gate_up = torch.randn(2, 2 * 1100)
+    torch.testing.assert_close(silu_mul(gate_up), reference.silu_mul(gate_up), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("num_rows", "num_outputs", "width"), [(1, 100, 576), (3, 70, 320), (16, 34, 192)])
+def test_matvec_with_its_prologue_and_epilogues_equals_the_plain_product(num_rows, num_outputs, width):
+    x, weight, bias = torch.randn(num_rows, width), torch.randn(num_outputs, width), torch.randn(num_outputs)
+    norm, residual = torch.randn(width), torch.randn(num_rows, num_outputs)
+    normed = reference.rms_norm(x, norm, 1e-5)
+    close = {"rtol": 1e-4, "atol": 1e-3}
+    torch.testing.assert_close(matvec(x, weight, bias=bias), x @ weight.T + bias, **close)
+    torch.testing.assert_close(matvec(x, weight, norm=norm, eps=1e-5), normed @ weight.T, **close)
+    expected = residual + x @ weight.T
+    torch.testing.assert_close(matvec(x, weight, residual=residual), expected, **close)
+    gated = matvec(x, weight, norm=norm, eps=1e-5, gated=True)
+    torch.testing.assert_close(gated, reference.silu_mul(normed @ weight.T), rtol=1e-4, atol=1e-2)
