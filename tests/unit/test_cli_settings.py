@@ -1,0 +1,169 @@
+"""Settings of the command line: precedence, names that do not exist, help, and exit codes."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvatlas.cli import config, exits
+from kvatlas.cli.options import COMMANDS, options_of
+from kvatlas.client import errors
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_flag_wins_over_the_environment_over_the_file_over_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "kvatlas.toml"
+    file.write_text('address = "file:1"\n[generate]\ntemperature = 0.25\ntop_p = 0.5\nmax_tokens = 3\n')
+    environment = {
+        "KVATLAS_CONFIG": str(file),
+        "KVATLAS_GENERATE_TEMPERATURE": "0.5",
+        "KVATLAS_GENERATE_MAX_TOKENS": "4",
+    }
+    settings = config.read(["generate", "hi", "-n", "5"], environment)
+    assert settings.max_tokens == 5
+    assert settings.temperature == 0.5
+    assert settings.top_p == 0.5
+    assert settings.address == "file:1"
+    assert settings.min_p is None
+    assert settings.prompt == "hi"
+
+
+def test_a_commands_own_variable_wins_over_the_shared_one() -> None:
+    environment = {"KVATLAS_ADDRESS": "a:1", "KVATLAS_PAGES_ADDRESS": "b:2"}
+    assert config.read(["pages"], environment).address == "b:2"
+    assert config.read(["top"], environment).address == "a:1"
+
+
+def test_booleans_can_be_turned_off_again() -> None:
+    environment = {"KVATLAS_GENERATE_JSON": "yes", "KVATLAS_GENERATE_CACHE_READ": "off"}
+    settings = config.read(["generate"], environment)
+    assert (settings.json, settings.cache_read) == (True, False)
+    settings = config.read(["generate", "--no-json", "--cache-read"], environment)
+    assert (settings.json, settings.cache_read) == (False, True)
+
+
+def test_lists_come_from_every_source(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('[generate]\nstop = ["a", "b"]\n')
+    assert config.read(["generate", "--config", str(file)], {}).stop == ["a", "b"]
+    assert config.read(["generate"], {"KVATLAS_GENERATE_STOP": "x\ny z"}).stop == ["x", "y z"]
+    assert config.read(["generate", "--stop", "1", "--stop", "2"], {}).stop == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("adress = 'x'", "no such setting: adress"),
+        ("[generate]\ntemprature = 1", "no such setting: generate.temprature"),
+        ("[pages]\nwidht = 1", "no such setting: pages.widht"),
+        ("[generate]\nmax_tokens = 'many'", "max_tokens = 'many' is not a whole number"),
+        ("[generate]\nmax_tokens = true", "is not a whole number"),
+        ("[generate]\nstop = 'x'", "is not a list"),
+        ("generate = 3", "must be a table"),
+        ("[serve]\nrunner = 'gpu'", None),
+        ("a = = b", "Invalid value"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused_with_the_name(
+    tmp_path: Path, text: str, sentence: str | None
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    command = "generate"
+    if sentence is None:
+        command, sentence = "serve", "runner = 'gpu' is none of torch, fake"
+    with pytest.raises(config.ConfigError, match=sentence):
+        config.read([command, "--config", str(file)], {})
+
+
+def test_a_missing_file_and_bad_variables_are_refused() -> None:
+    with pytest.raises(config.ConfigError, match=r"nowhere\.toml: No such file"):
+        config.read(["pages", "--config", "nowhere.toml"], {})
+    with pytest.raises(config.ConfigError, match="KVATLAS_PAGES_WIDHT"):
+        config.read(["pages"], {"KVATLAS_PAGES_WIDHT": "3"})
+    with pytest.raises(config.ConfigError, match="KVATLAS_PAGES_WIDTH='x' is not a whole number"):
+        config.read(["pages"], {"KVATLAS_PAGES_WIDTH": "x"})
+
+
+def test_variables_of_other_commands_and_processes_are_left_alone() -> None:
+    config.read(["pages"], {"KVATLAS_TOP_X": "1", "KVATLAS_WORKER_SEED": "1", "KVATLAS_SERVICE_MODEL": "m"})
+
+
+def test_no_two_settings_of_a_command_share_a_name_or_a_letter() -> None:
+    for command in COMMANDS.values():
+        names = [option.name for option in options_of(command)]
+        letters = [option.short for option in options_of(command) if option.short]
+        assert len(set(names)) == len(names), command.name
+        assert len(set(letters)) == len(letters), command.name
+
+
+def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, command in COMMANDS.items():
+        with pytest.raises(SystemExit) as end:
+            config.read([name, "--help"], {})
+        assert end.value.code == 0
+        text = capsys.readouterr().out
+        assert "examples:" in text
+        assert all(example in text for example in command.examples)
+        assert all(option.flag in text for option in options_of(command))
+
+
+def test_help_loads_nothing_slow() -> None:
+    """`kvatlas --help` answers at once: neither grpc nor protobuf, numpy, rich or torch is imported."""
+    code = (
+        "import sys; from kvatlas.cli.__main__ import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "slow = {'grpc', 'google.protobuf', 'numpy', 'rich', 'torch', 'asyncio'} & set(sys.modules)\n"
+        "sys.exit(f'loaded: {slow}' if slow else 0)"
+    )
+    started = time.monotonic()
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT / "protos")}, timeout=60
+    )
+    assert time.monotonic() - started < 5.0  # 0.06 s alone; the bound is for a machine under load
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (config.ConfigError("x"), 2),
+        (exits.CommandFailed("x"), 1),
+        (exits.CommandFailed("x", exits.USAGE), 2),
+        (errors.InvalidRequest("x"), 2),
+        (errors.NotFound("x"), 2),
+        (errors.Unavailable("x"), 3),
+        (errors.DeadlineExceeded("x"), 4),
+        (errors.Refused("x"), 5),
+        (errors.PermissionDenied("x"), 5),
+        (errors.ServerFailure("x"), 1),
+        (errors.Incomplete("x"), 1),
+        (ZeroDivisionError("x"), None),
+    ],
+)
+def test_every_kind_of_failure_has_its_exit_code(error: Exception, code: int | None) -> None:
+    assert exits.code_of(error) == code
+
+
+def test_a_complaint_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    exits.complain("first\n  second\tthird")
+    assert capsys.readouterr().err == "kvatlas: first second third\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["generate", "hi", "--address", "127.0.0.1:1"], ["pages", "-a", "127.0.0.1:1"]]
+)
+def test_without_a_server_a_command_says_so_in_one_line(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvatlas.cli", *arguments, "--timeout", "20"],
+        env={"PYTHONPATH": str(ROOT / "protos")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == exits.NO_SERVER
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "no server answers at 127.0.0.1:1" in done.stderr

@@ -1,0 +1,241 @@
+"""The supervisor of `kvatlas serve`: restarts with a bound, ends in order, leaves nobody behind."""
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvatlas.cli import config, ports, serve
+from kvatlas.cli.exits import CommandFailed
+from kvatlas.cli.supervisor import RestartPolicy
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT_SECONDS = 20.0
+
+# Two children of a test: each says what happens to it in the file `log` of the folder it runs for.
+HARNESS = """
+import sys, time
+from pathlib import Path
+from kvatlas.cli.supervisor import ChildSpec, RestartPolicy, Supervisor, print_log
+folder = Path(sys.argv[1])
+child = '''
+import os, signal, sys, time
+name, folder, mode = sys.argv[1:4]
+def say(text):
+    with open(folder + "/log", "a") as log: log.write(name + " " + text + "\\\\n")
+def on_term(*_):
+    say("term")
+    if mode != "stubborn": sys.exit(0)
+signal.signal(signal.SIGTERM, on_term)
+if mode == "exit3": sys.exit(3)
+say(f"up {os.getpid()} {os.getppid()} {os.getsid(0) == os.getpid()}")
+print("hello", flush=True)
+while True: time.sleep(60)
+'''
+def spec(name, mode, seconds):
+    return ChildSpec(name, [sys.executable, "-c", child, name, str(folder), mode], seconds)
+supervisor = Supervisor(
+    [spec("first", sys.argv[2], 1.0), spec("second", sys.argv[3], 5.0)],
+    RestartPolicy(2, first_delay_seconds=0.01),
+    environment={}, clock=time.monotonic, log=print_log)
+supervisor.install_signals()
+def ready():
+    log = folder / "log"
+    return log.exists() and log.read_text().count(" up ") >= 2
+sys.exit(supervisor.run(ready, lambda: (folder / "ready").touch(), 10.0))
+"""
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    limit = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < limit, f"{what} did not happen"
+        threading.Event().wait(0.01)
+
+
+class Run:
+    """A supervisor in a process of its own."""
+
+    def __init__(self, folder: Path, first: str, second: str) -> None:
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HARNESS, str(folder), first, second],
+            env={"PYTHONPATH": str(ROOT / "protos")},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def log(self) -> list[str]:
+        path = self.folder / "log"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def pids(self, name: str) -> list[int]:
+        return [int(line.split()[2]) for line in self.log() if line.startswith(f"{name} up")]
+
+    def wait_ready(self) -> None:
+        wait_for((self.folder / "ready").exists, "ready")
+
+    def end(self) -> tuple[int, str]:
+        _, text = self.process.communicate(timeout=WAIT_SECONDS)
+        return self.process.returncode, text
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str, str], Run]]:
+    runs: list[Run] = []
+
+    def begin(first: str = "good", second: str = "good") -> Run:
+        runs.append(Run(tmp_path, first, second))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.kill()
+        run.process.communicate()
+        for pid in run.pids("first") + run.pids("second"):
+            assert not psutil.pid_exists(pid) or psutil.Process(pid).ppid() != run.process.pid
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_children_in_order_and_leaves_none(start: Callable[..., Run], number: int) -> None:
+    run = start()
+    run.wait_ready()
+    run.process.send_signal(number)
+    code, _ = run.end()
+    assert code == 0
+    assert [line for line in run.log() if "term" in line] == ["first term", "second term"]
+    assert not any(psutil.pid_exists(pid) for pid in run.pids("first") + run.pids("second"))
+
+
+def test_children_are_in_sessions_of_their_own_so_that_ctrl_c_does_not_reach_them(
+    start: Callable[..., Run],
+) -> None:
+    run = start()
+    run.wait_ready()
+    run.process.send_signal(signal.SIGTERM)
+    run.end()
+    assert all(line.endswith("True") for line in run.log() if " up " in line)
+
+
+def test_what_children_print_gets_their_name(start: Callable[..., Run]) -> None:
+    run = start()
+    run.wait_ready()
+    run.process.send_signal(signal.SIGTERM)
+    _, text = run.end()
+    assert "first   | hello\n" in text
+    assert "second  | hello\n" in text
+
+
+def test_a_killed_child_is_started_again_and_the_other_stays(start: Callable[..., Run]) -> None:
+    run = start()
+    run.wait_ready()
+    os.kill(run.pids("second")[0], signal.SIGKILL)
+    wait_for(lambda: len(run.pids("second")) == 2, "restart")
+    run.process.send_signal(signal.SIGTERM)
+    code, text = run.end()
+    assert (code, len(run.pids("first"))) == (0, 1)
+    assert "second ended (signal KILL); again in 0.01 s" in text
+
+
+def test_a_child_that_dies_again_and_again_ends_it_all(start: Callable[..., Run]) -> None:
+    run = start()
+    run.wait_ready()
+    for number in range(1, 4):
+        wait_for(lambda number=number: len(run.pids("first")) == number, "restart")
+        os.kill(run.pids("first")[-1], signal.SIGKILL)
+    code, text = run.end()
+    assert code == 1
+    assert "first ended (signal KILL), 3 times within 60 s: giving up" in text
+    assert run.log()[-1] == "second term"
+
+
+def test_a_child_that_cannot_start_is_not_tried_again(start: Callable[..., Run]) -> None:
+    run = start("good", "exit3")
+    code, text = run.end()
+    assert code == 1
+    assert "second ended before it was ready (exit code 3)" in text
+    assert run.pids("second") == []
+
+
+def test_a_child_that_does_not_end_is_killed_in_time(start: Callable[..., Run]) -> None:
+    run = start("stubborn")
+    run.wait_ready()
+    run.process.send_signal(signal.SIGTERM)
+    code, text = run.end()
+    assert code == 0
+    assert "first did not end within 1 s: killed" in text
+    assert run.log()[-1] == "second term"
+    assert not psutil.pid_exists(run.pids("first")[0])
+
+
+def test_restarts_come_ever_later_and_have_a_bound() -> None:
+    policy = RestartPolicy(limit=4, window_seconds=60.0, first_delay_seconds=0.5, last_delay_seconds=3.0)
+    assert [policy.delay([100.0] * count, 100.0) for count in range(1, 6)] == [0.5, 1.0, 2.0, 3.0, None]
+    assert policy.delay([0.0, 0.0, 0.0, 0.0, 100.0], 100.0) == 0.5  # the old ones no longer count
+
+
+def test_a_busy_port_is_told_with_the_flag_that_changes_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            CommandFailed, match=f"port {port} is taken by another process: choose one with --listen"
+        ):
+            ports.choose_ports({"--listen": ("127.0.0.1", port)})
+
+
+def test_port_0_gives_different_free_ports() -> None:
+    chosen = ports.choose_ports({"--a": ("127.0.0.1", 0), "--b": ("127.0.0.1", 0)})
+    assert len({*chosen.values(), 0}) == 3
+
+
+@pytest.mark.parametrize("address", ["nowhere", "host:", "host:x", "host:70000", ":1"])
+def test_an_address_without_a_port_is_refused(address: str) -> None:
+    with pytest.raises(CommandFailed, match="is not host:port"):
+        ports.split_address(address)
+
+
+def test_the_folder_of_sockets_is_private() -> None:
+    folder = config.make_runtime_folder()
+    try:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert len(os.fsencode(f"{folder}/engine")) <= config.MAX_SOCKET_PATH
+    finally:
+        folder.rmdir()
+
+
+def test_the_processes_are_started_as_modules_that_watch_their_parent() -> None:
+    """B109: by exec, from the interpreter, never by forking a process that has loaded gRPC."""
+    settings = config.read(
+        ["serve", "--set-worker", "max_context=128", "--set-worker", "prefix-cache=off"], {}
+    )
+    place = serve.Place(Path("/tmp/x"), "127.0.0.1:1", 2, 3)
+    worker = serve._worker(settings, place)
+    assert list(worker.command[:3]) == [sys.executable, "-m", "worker"]
+    assert list(worker.command[-3:]) == ["--max-context", "128", "--no-prefix-cache"]
+    assert "--parent-watch" in worker.command
+    service = serve._service(settings, place)
+    assert list(service.command[:3]) == [sys.executable, "-m", "service"]
+    assert service.end_seconds > settings.grace
+
+
+def test_a_ready_file_appears_whole(tmp_path: Path) -> None:
+    place = serve.Place(Path("/tmp/x"), "127.0.0.1:1", 2, 3)
+    serve._write_ready(tmp_path / "ready.json", place, {"worker": 5})
+    facts = json.loads((tmp_path / "ready.json").read_text())
+    assert (facts["address"], facts["process_ids"], facts["pid"]) == (
+        "127.0.0.1:1",
+        {"worker": 5},
+        os.getpid(),
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["ready.json"]

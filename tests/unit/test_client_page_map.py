@@ -1,0 +1,194 @@
+"""The client's copy of a page map: whole snapshots, deltas that fit, and nothing else."""
+
+import numpy as np
+import pytest
+
+from kvatlas.client.errors import Incomplete, Refused, Unavailable
+from kvatlas.client.page_map import PageMap
+from kvatlas.client.watch import Reconnect
+from kvatlas.v1 import cache_pb2 as pb
+
+FREE, ACTIVE, CACHED, RESERVED = (
+    pb.PAGE_STATE_FREE,
+    pb.PAGE_STATE_ACTIVE,
+    pb.PAGE_STATE_CACHED,
+    pb.PAGE_STATE_RESERVED,
+)
+
+
+def u32(*values: int) -> bytes:
+    return np.array(values, "<u4").tobytes()
+
+
+def u16(*values: int) -> bytes:
+    return np.array(values, "<u2").tobytes()
+
+
+def sequence(owner: int, pages: tuple[int, ...], *, first: int = 0, tokens: int = 0) -> pb.SequenceInfo:
+    return pb.SequenceInfo(
+        request_id=f"r{owner}",
+        owner=owner,
+        page_ids=u32(*pages),
+        first_page_index=first,
+        token_count=tokens,
+        state=pb.SEQUENCE_STATE_DECODE,
+    )
+
+
+def snapshot(
+    states: list[int],
+    *,
+    number: int = 10,
+    epoch: int = 1,
+    left: int = 0,
+    first: int = 0,
+    total: int | None = None,
+) -> pb.WatchPageMapResponse:
+    chunk = pb.SnapshotChunk(
+        geometry=pb.PoolGeometry(page_count=total or len(states), page_size=16, epoch=epoch)
+        if first == 0
+        else None,
+        first_page_id=first,
+        page_count=len(states),
+        pages=pb.PageMap(states=bytes(states), owners=u16(*[0] * len(states))),
+        chunks_left=left,
+    )
+    return pb.WatchPageMapResponse(revision=pb.Revision(epoch=epoch, number=number), snapshot=chunk)
+
+
+def delta(base: int, number: int, *, epoch: int = 1, **fields: object) -> pb.WatchPageMapResponse:
+    return pb.WatchPageMapResponse(
+        revision=pb.Revision(epoch=epoch, number=number),
+        base_number=base,
+        delta=pb.PageDelta(**fields),  # type: ignore[arg-type]
+    )
+
+
+def test_a_snapshot_counts_when_its_last_part_is_there() -> None:
+    page_map = PageMap()
+    assert not page_map.apply(snapshot([FREE, ACTIVE], left=1, total=4))
+    assert page_map.is_stale
+    assert page_map.apply(snapshot([CACHED, RESERVED], first=2))
+    assert page_map.counts() == {"free": 1, "active": 1, "cached": 1, "pinned": 0, "reserved": 1}
+    assert not page_map.is_stale
+
+
+def test_a_delta_changes_its_pages_and_no_others() -> None:
+    page_map = PageMap()
+    page_map.apply(snapshot([FREE, FREE, ACTIVE]))
+    page_map.apply(delta(10, 12, page_ids=u32(0, 2), pages=pb.PageMap(states=bytes([ACTIVE, CACHED]))))
+    assert page_map["states"].tolist() == [ACTIVE, FREE, CACHED]
+    assert page_map.revision.number == 12
+
+
+@pytest.mark.parametrize("wrong", [delta(9, 11), delta(11, 12), delta(10, 11, epoch=2)])
+def test_a_delta_that_does_not_fit_is_an_error(wrong: pb.WatchPageMapResponse) -> None:
+    page_map = PageMap()
+    page_map.apply(snapshot([FREE]))
+    with pytest.raises(Incomplete):
+        page_map.apply(wrong)
+
+
+def test_a_delta_before_a_snapshot_is_an_error() -> None:
+    with pytest.raises(Incomplete):
+        PageMap().apply(delta(0, 1))
+
+
+def test_a_new_epoch_replaces_everything() -> None:
+    page_map = PageMap()
+    first = snapshot([ACTIVE, FREE])
+    first.snapshot.sequences.append(sequence(1, (0,)))
+    page_map.apply(first)
+    page_map.apply(snapshot([FREE, FREE, FREE], epoch=2, number=0))
+    assert page_map.counts()["free"] == 3
+    assert page_map.sequences == {}
+
+
+def test_the_old_map_stays_until_a_new_snapshot_is_whole() -> None:
+    page_map = PageMap()
+    page_map.apply(snapshot([ACTIVE]))
+    page_map.apply(snapshot([FREE], left=1, total=2, number=20))
+    assert page_map.counts()["active"] == 1
+    assert page_map.is_stale
+
+
+def test_parts_of_a_broken_snapshot_are_not_mixed_with_the_next() -> None:
+    page_map = PageMap()
+    page_map.apply(snapshot([FREE, FREE], left=1, total=4))
+    assert page_map.begin() is None
+    assert page_map.apply(snapshot([ACTIVE, ACTIVE]))
+    assert page_map.page_count == 2
+
+
+def test_a_plane_of_the_wrong_length_is_an_error() -> None:
+    with pytest.raises(Incomplete, match="plane states has 1 entries for 2 pages"):
+        PageMap().apply(snapshot([FREE], total=2))
+
+
+def test_sequences_keep_the_pages_that_did_not_change() -> None:
+    page_map = PageMap()
+    first = snapshot([ACTIVE] * 4)
+    first.snapshot.sequences.append(sequence(1, (3, 2), tokens=20))
+    page_map.apply(first)
+    page_map.apply(delta(10, 11, sequences=[sequence(1, (0,), first=1, tokens=30)]))
+    assert page_map.sequences[1].page_ids.tolist() == [3, 0]
+    with pytest.raises(Incomplete, match="5 pages are to be kept"):
+        page_map.apply(delta(11, 12, sequences=[sequence(1, (0,), first=5)]))
+
+
+def test_a_sequence_too_long_for_a_part_goes_on_in_the_next() -> None:
+    page_map = PageMap()
+    part = snapshot([ACTIVE] * 3, left=1)
+    part.snapshot.sequences.append(sequence(1, (0, 1)))
+    rest = pb.WatchPageMapResponse(
+        revision=part.revision, snapshot=pb.SnapshotChunk(sequences=[sequence(1, (2,), first=2)])
+    )
+    page_map.apply(part)
+    page_map.apply(rest)
+    assert page_map.sequences[1].page_ids.tolist() == [0, 1, 2]
+
+
+def test_an_owner_given_again_within_a_delta_is_the_new_sequence() -> None:
+    page_map = PageMap()
+    first = snapshot([ACTIVE] * 2)
+    first.snapshot.sequences.append(sequence(1, (0,)))
+    page_map.apply(first)
+    page_map.apply(delta(10, 15, ended_owners=u16(1), sequences=[sequence(1, (1,), tokens=5)]))
+    assert page_map.sequences[1].page_ids.tolist() == [1]
+
+
+def test_progress_and_ends_reach_their_sequences() -> None:
+    page_map = PageMap()
+    first = snapshot([ACTIVE] * 2)
+    first.snapshot.sequences.extend([sequence(1, (0,), tokens=1), sequence(2, (1,), tokens=1)])
+    page_map.apply(first)
+    progress = pb.SequenceProgress(owners=u16(2, 9), token_counts=u32(8, 3))
+    page_map.apply(delta(10, 11, progress=progress, ended_owners=u16(1)))
+    assert {owner: s.token_count for owner, s in page_map.sequences.items()} == {2: 8}
+
+
+def test_a_heartbeat_only_moves_the_revision() -> None:
+    page_map = PageMap()
+    page_map.apply(snapshot([FREE]))
+    beat = pb.WatchPageMapResponse(
+        revision=pb.Revision(epoch=1, number=10), base_number=10, heartbeat=pb.WatchHeartbeat()
+    )
+    assert page_map.apply(beat)
+
+
+def test_a_watch_comes_back_ever_later_and_gives_up_in_time() -> None:
+    now = [100.0]
+    reconnect = Reconnect(5.0, lambda: now[0])
+    lost = Unavailable("gone")
+    waits = [reconnect.wait_seconds(lost) for _ in range(7)]
+    assert waits == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+    now[0] += 5.0
+    with pytest.raises(Unavailable):
+        reconnect.wait_seconds(lost)
+    reconnect.succeeded()
+    assert reconnect.wait_seconds(lost) == 0.1
+
+
+def test_a_watch_that_was_refused_does_not_come_back() -> None:
+    with pytest.raises(Refused):
+        Reconnect(60.0, lambda: 0.0).wait_seconds(Refused("too many watches", reason="WATCH_LIMIT"))
