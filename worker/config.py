@@ -60,8 +60,10 @@ class WorkerConfig:
     )
     prefix_cache: bool = _option(True, "keep whole pages for later prompts")
     # Scheduling.
-    max_running: int = _option(64, "running sequences at most: rows of the page table", low=1, high=65535)
-    max_batch_tokens: int = _option(512, "tokens of one step at most", low=1, high=1 << 20)
+    max_running: int = _option(64, "running sequences at most: rows of the page table", low=1, high=32767)
+    max_batch_tokens: int = _option(
+        0, "tokens of one step at most; 0: as max_running needs", low=0, high=1 << 20
+    )
     max_context: int = _option(0, "prompt plus output tokens at most; 0: the model's", low=0, high=1 << 24)
     max_queued: int = _option(512, "waiting requests at most", low=1, high=1 << 20)
     overlap: bool | None = _option(None, "launch a step before the last is committed; default: on CUDA only")
@@ -110,6 +112,7 @@ class WorkerConfig:
             self,
             num_pages=num_pages,
             max_context=context,
+            max_batch_tokens=self.max_batch_tokens or max(512, self.max_running + 256),
             overlap=overlap,
             engine_address=engine,
             pages_address=pages,
@@ -122,10 +125,10 @@ class WorkerConfig:
         faults += [
             fault for name in ("engine_address", "pages_address") if (fault := self._address_fault(name))
         ]
-        if self.max_batch_tokens < self.max_running:
+        if 0 < self.max_batch_tokens <= self.max_running:
             faults.append(
-                f"max_batch_tokens: {self.max_batch_tokens} is less than max_running {self.max_running}:"
-                " a step could not hold one token of each running sequence"
+                f"max_batch_tokens: {self.max_batch_tokens} is not more than max_running {self.max_running}:"
+                " prompts would stand still beside a full batch"
             )
         if not self.worker_id or len(self.worker_id) > 64 or "/" in self.worker_id:
             faults.append(f"worker_id: {self.worker_id!r} is not 1 to 64 characters without '/'")

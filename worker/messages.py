@@ -174,6 +174,7 @@ class ReplayCall:
 
     ticket: Ticket
     after_number: int
+    include_token_ids: bool
 
 
 ObserverCall = SnapshotCall | ReplayCall

@@ -81,8 +81,9 @@ class CommandDesk:
         match kind:
             case "snapshot":
                 self._observe(SnapshotCall(ticket))
-            case "replay" if not command.replay.include_token_ids:
-                self._observe(ReplayCall(ticket, command.replay.after_number))
+            case "replay":
+                asked_events = command.replay
+                self._observe(ReplayCall(ticket, asked_events.after_number, asked_events.include_token_ids))
             case "page_table":
                 self._to_engine(self._read_rows(ticket, command, now))
             case "flush":

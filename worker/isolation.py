@@ -1,0 +1,72 @@
+"""A step that raised, run again span by span, to find out whose sequence breaks it.
+
+Writing K and V twice gives the same K and V, so every span may run again. Each piece carries what the
+runner needs for its own row and nothing else. Owns nothing.
+"""
+
+from array import array
+from collections.abc import Callable
+
+from worker.execution.runner import Runner
+from worker.scheduling.step import Step, StepResult, TokenLogprob
+
+OUT_OF_MEMORY_NAMES = frozenset({"OutOfMemoryError", "MemoryError"})
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device is full: by name, since the engine imports no torch."""
+    return any(kind.__name__ in OUT_OF_MEMORY_NAMES for kind in type(error).__mro__)
+
+
+def one_span(step: Step, span: int) -> Step:
+    """The part of a step that concerns one span, and what concerns none: writing that twice is fine."""
+    row = step.rows[span]
+    others = set(step.rows) - {row}
+    entries = [entry for entry, other in enumerate(step.new_page_rows) if other not in others]
+    pages = {step.new_page_ids[entry] for entry in entries}
+    length = step.ends[span] - step.starts[span]
+    return Step(
+        number=step.number,
+        sequence_ids=(step.sequence_ids[span],),
+        rows=step.rows[span : span + 1],
+        starts=step.starts[span : span + 1],
+        ends=step.ends[span : span + 1],
+        sampled=(0,) if span in set(step.sampled) else (),
+        num_decode=1 if span < step.num_decode and length == 1 else 0,
+        row_starts=[start for start in step.row_starts if start.row not in others],
+        page_copies=[copy for copy in step.page_copies if copy.target in pages],
+        new_page_rows=array("i", [step.new_page_rows[entry] for entry in entries]),
+        new_page_indexes=array("i", [step.new_page_indexes[entry] for entry in entries]),
+        new_page_ids=array("i", [step.new_page_ids[entry] for entry in entries]),
+    )
+
+
+def run_span_by_span(
+    runner: Runner, step: Step, on_failure: Callable[[int, BaseException], None]
+) -> StepResult:
+    """The result of a step whose spans run alone; who raises is in `failed`. Lets out-of-memory through."""
+    tokens: dict[int, int] = {}
+    logprobs: dict[int, TokenLogprob] = {}
+    prompt_logprobs = {}
+    failed: dict[int, str] = {}
+    seconds = 0.0
+    for span in range(len(step.rows)):
+        try:
+            result = runner.launch(one_span(step, span)).result()
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            failed[span] = f"{type(error).__name__} in the step of this sequence"
+            on_failure(span, error)
+            continue
+        seconds += result.seconds
+        if result.token_ids:
+            tokens[span] = result.token_ids[0]
+        if 0 in result.logprobs:
+            logprobs[span] = result.logprobs[0]
+        if 0 in result.prompt_logprobs:
+            prompt_logprobs[span] = result.prompt_logprobs[0]
+        if 0 in result.failed:
+            failed[span] = result.failed[0]
+    ids = [tokens.get(span, 0) for span in step.sampled]  # what failed has no token; nobody reads the 0
+    return StepResult(ids, logprobs, prompt_logprobs, failed, seconds)

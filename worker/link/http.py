@@ -1,0 +1,131 @@
+"""/metrics, /healthz and /readyz on a port of their own: serves frozen numbers, computes nothing.
+
+Bounded: a few connections at once, each with a short life. Knows the status board and a registry.
+"""
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from worker.description import WorkerState
+from worker.status import StatusBoard
+
+MAX_CONNECTIONS = 8
+CONNECTION_SECONDS = 5.0
+STALL_SECONDS = 30.0
+
+logger = logging.getLogger("worker.http")
+
+
+class StatusServer:
+    """The http thread; port 0 takes any free one."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        registry: CollectorRegistry,
+        board: StatusBoard,
+        clock: Callable[[], float],
+    ) -> None:
+        self._pages: dict[str, Callable[[str], tuple[int, str, bytes]]] = {
+            "/metrics": lambda accept: _metrics(registry, accept),
+            "/healthz": lambda _: _health(board, clock()),
+            "/readyz": lambda _: _readiness(board),
+        }
+        self._server = _BoundedServer((host, port), self._pages)
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.2,), name="kvatlas-http", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread, its connections and the socket; idempotent."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+
+class _BoundedServer(ThreadingHTTPServer):
+    daemon_threads = False  # server_close joins them
+    request_queue_size = 16
+
+    def __init__(
+        self, address: tuple[str, int], pages: dict[str, Callable[[str], tuple[int, str, bytes]]]
+    ) -> None:
+        self.pages = pages
+        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._connections: set[socket.socket] = set()
+        super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._slots.acquire(blocking=False):
+            request.close()  # someone opens connections faster than we answer: the next scrape will do
+            return
+        self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._connections.discard(request)
+            self._slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("event=http_failed client=%s", client_address, exc_info=True)
+
+    def server_close(self) -> None:
+        for connection in list(self._connections):
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                logger.debug("event=http_connection_gone")
+        super().server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = CONNECTION_SECONDS
+    server: _BoundedServer
+
+    def do_GET(self) -> None:
+        page = self.server.pages.get(self.path.partition("?")[0])
+        if page is None:
+            status, kind, body = 404, "text/plain", b"/metrics /healthz /readyz\n"
+        else:
+            status, kind, body = page(self.headers.get("Accept", ""))
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug(format, *args)
+
+
+def _metrics(registry: CollectorRegistry, accept: str) -> tuple[int, str, bytes]:
+    encode, kind = choose_encoder(accept)
+    return 200, kind, encode(registry)
+
+
+def _health(board: StatusBoard, now: float) -> tuple[int, str, bytes]:
+    age = now - board.step.ended
+    if board.load.counts.running_sequences and age > STALL_SECONDS:
+        return 503, "text/plain", f"stuck: no step for {age:.0f} s\n".encode()
+    return 200, "text/plain", b"ok\n"
+
+
+def _readiness(board: StatusBoard) -> tuple[int, str, bytes]:
+    state = board.state
+    status = 200 if state is WorkerState.SERVING else 503
+    return status, "text/plain", f"{state.name.lower()}\n".encode()

@@ -1,0 +1,206 @@
+"""The fold of page events: what every page is as of a revision, in planes, and totals that add up.
+
+Vectors over pages, not objects: a batch of events is folded by a few array operations, so the fold
+costs the same however busy the pool is. Lives on the observer thread; holds no pool. Rebuilt from a
+PoolSnapshot when events were lost.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from worker.ids import NO_PAGE
+from worker.pages.events import HIT_TAG, EventColumns, PageFlag, PageState
+from worker.pages.events import PageEventKind as Kind
+
+U8 = npt.NDArray[np.uint8]
+U16 = npt.NDArray[np.uint16]
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+Bools = npt.NDArray[np.bool_]
+
+FREE, ACTIVE, CACHED, PINNED, RESERVED = map(int, PageState)
+
+
+class _Columns:
+    """Consecutive page events as arrays that share the memory of the ring's copy."""
+
+    __slots__ = ("kinds", "others", "owners", "pages", "refs", "tags", "times_ms")
+
+    def __init__(self, events: EventColumns) -> None:
+        self.kinds: U8 = np.frombuffer(events.kinds, dtype=np.uint8)
+        self.pages: U32 = np.frombuffer(events.pages, dtype=np.uint32)
+        self.owners: U16 = np.frombuffer(events.owners, dtype=np.uint16)
+        self.refs: U16 = np.frombuffer(events.refs, dtype=np.uint16)
+        self.others: U32 = np.frombuffer(events.others, dtype=np.uint32)
+        self.tags: U64 = np.frombuffer(events.tags, dtype=np.uint64)
+        milliseconds = np.frombuffer(events.times_us, dtype=np.uint64) // np.uint64(1000)
+        self.times_ms: U32 = (milliseconds & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+
+
+def _table(*kinds: Kind) -> Bools:
+    table = np.zeros(16, dtype=np.bool_)
+    table[[int(kind) for kind in kinds]] = True
+    return table
+
+
+# Which kinds write which plane. Of several events on one page the last counts: an assignment with
+# repeated indexes leaves the last value behind.
+_SETS_LIFE = _table(Kind.ALLOCATED, Kind.FREED)
+_SETS_SEAL = _table(Kind.ALLOCATED, Kind.SEALED, Kind.EVICTED, Kind.FREED)
+_SETS_PIN = _table(Kind.ALLOCATED, Kind.PINNED, Kind.UNPINNED, Kind.FREED)
+_SETS_FILL = _table(Kind.ALLOCATED, Kind.SEALED, Kind.FREED)
+_SETS_USE = _table(Kind.ALLOCATED, Kind.SHARED, Kind.REVIVED, Kind.RELEASED)
+_SETS_OWNER = _table(Kind.ALLOCATED, Kind.REVIVED, Kind.CACHED, Kind.FREED)
+_MOVES_OWNER = _table(Kind.ALLOCATED, Kind.REVIVED, Kind.SHARED, Kind.RELEASED)
+_HITS = _table(Kind.SHARED, Kind.REVIVED)
+
+
+class Ledger:
+    """All pages, the dummy page last, as of `revision`."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        count = num_pages + 1
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.revision = 0
+        self.step = 0
+        self.states: U8 = np.full(count, FREE, dtype=np.uint8)
+        self.refs: U16 = np.zeros(count, dtype=np.uint16)
+        self.filled: U16 = np.zeros(count, dtype=np.uint16)
+        self.owners: U16 = np.zeros(count, dtype=np.uint16)
+        self.hits: U16 = np.zeros(count, dtype=np.uint16)
+        self.parents: U32 = np.full(count, NO_PAGE, dtype=np.uint32)
+        self.born_ms: U32 = np.zeros(count, dtype=np.uint32)
+        self.used_ms: U32 = np.zeros(count, dtype=np.uint32)
+        self.fingerprints: U64 = np.zeros(count, dtype=np.uint64)
+        self.sealed: Bools = np.zeros(count, dtype=np.bool_)
+        self.pinned: Bools = np.zeros(count, dtype=np.bool_)
+        self.dirty: Bools = np.zeros(count, dtype=np.bool_)  # changed since the last delta
+        self.event_counts = np.zeros(16, dtype=np.int64)  # by kind, since the start of the epoch
+        self.flush_evictions = 0  # evictions for nobody, since the start of the epoch
+        self._lives: Bools = np.zeros(count, dtype=np.bool_)
+        self._sharers: dict[int, list[int]] = {}  # owners of a shared page after the oldest, by age
+        self.states[num_pages] = RESERVED
+        self.state_counts = np.bincount(self.states, minlength=6)  # by state
+        self.shared_pages = 0
+        self.references = 0
+        self.filled_slots = 0  # of active pages
+
+    @property
+    def flags(self) -> U8:
+        """Plane of PageFlag bits."""
+        return self.flags_of(slice(None))
+
+    def flags_of(self, pages: "U32 | slice") -> U8:
+        """PageFlag bits of some pages."""
+        bits = self.sealed[pages] * np.uint8(PageFlag.SEALED) | self.pinned[pages] * np.uint8(PageFlag.PINNED)
+        return bits.astype(np.uint8, copy=False)
+
+    def fold(self, events: EventColumns) -> None:
+        """Applies consecutive events."""
+        assert events.first_number == self.revision + 1, (events.first_number, self.revision)
+        if not len(events):
+            return
+        columns = _Columns(events)
+        kinds, pages = columns.kinds, columns.pages
+        touched = np.unique(pages)
+        self._count(touched, -1)
+        self._fold_standing(columns)
+        self._fold_owners(columns)
+        self._fold_hits(columns)
+        at = _SETS_USE[kinds]
+        self.used_ms[pages[at]] = columns.times_ms[at]
+        lives, refs = self._lives[touched], self.refs[touched]
+        kept = np.where(self.pinned[touched], PINNED, CACHED)
+        self.states[touched] = np.where(lives, np.where(refs > 0, ACTIVE, kept), FREE)
+        self._count(touched, +1)
+        self.dirty[touched] = True
+        self.event_counts += np.bincount(kinds, minlength=16)
+        self.flush_evictions += int(np.count_nonzero((kinds == Kind.EVICTED) & (columns.owners == 0)))
+        self.revision += len(events)
+        self.step = events.steps[-1]
+
+    def _fold_standing(self, events: _Columns) -> None:
+        kinds, pages = events.kinds, events.pages
+        self.refs[pages] = events.refs
+        at = _SETS_LIFE[kinds]
+        born = kinds == Kind.ALLOCATED
+        self._lives[pages[at]] = born[at]
+        self.born_ms[pages[born]] = events.times_ms[born]
+        at = _SETS_PIN[kinds]
+        self.pinned[pages[at]] = kinds[at] == Kind.PINNED
+        at = _SETS_SEAL[kinds]
+        sealed = kinds[at] == Kind.SEALED
+        self.sealed[pages[at]] = sealed
+        self.parents[pages[at]] = np.where(sealed, events.others[at], np.uint32(NO_PAGE))
+        self.fingerprints[pages[at]] = np.where(sealed, events.tags[at], np.uint64(0))
+        at = _SETS_FILL[kinds]
+        self.filled[pages[at]] = np.where(kinds[at] == Kind.SEALED, self.page_size, 0)
+
+    def _fold_owners(self, events: _Columns) -> None:
+        kinds, pages = events.kinds, events.pages
+        at = _SETS_OWNER[kinds]
+        holds = (kinds[at] == Kind.ALLOCATED) | (kinds[at] == Kind.REVIVED)
+        self.owners[pages[at]] = np.where(holds, events.owners[at], 0)
+        shares = (kinds == Kind.SHARED) | ((kinds == Kind.RELEASED) & (events.refs > 0))
+        if not shares.any():
+            return
+        # Only pages that several sequences hold need their events in order, one by one.
+        at = np.isin(pages, np.unique(pages[shares])) & _MOVES_OWNER[kinds]
+        columns = (kinds[at], pages[at], events.owners[at], events.refs[at])
+        final = self.owners
+        for kind, page, owner, refs in zip(*(column.tolist() for column in columns), strict=True):
+            self._move_owner(final, kind, page, owner, refs)
+
+    def _move_owner(self, owners: U16, kind: int, page: int, owner: int, refs: int) -> None:
+        if kind == Kind.SHARED:
+            self._sharers.setdefault(page, []).append(owner)
+        elif kind != Kind.RELEASED:  # allocated or revived: the first of a new life
+            owners[page] = owner
+            self._sharers.pop(page, None)
+        elif refs == 0:
+            self._sharers.pop(page, None)
+            owners[page] = 0
+        else:
+            later = self._sharers.get(page, [])
+            if owner in later:
+                later.remove(owner)
+            elif later:
+                owners[page] = later.pop(0)
+
+    def _fold_hits(self, events: _Columns) -> None:
+        kinds, pages = events.kinds, events.pages
+        hits = _HITS[kinds] & (events.tags == HIT_TAG)
+        resets = np.flatnonzero(_SETS_SEAL[kinds])
+        if not hits.any() and not len(resets):
+            return
+        self.hits[pages[resets]] = 0
+        places = np.flatnonzero(hits)
+        if len(places) and len(resets):
+            # Hits before a page's last seal, allocation or end were hits of another content.
+            last_reset = dict(zip(pages[resets].tolist(), resets.tolist(), strict=True))
+            after = [
+                place > last_reset.get(page, -1) for place, page in zip(places, pages[places], strict=True)
+            ]
+            places = places[np.array(after, dtype=np.bool_)]
+        hit_pages = pages[places]
+        hit_pages = hit_pages[self.sealed[hit_pages]]
+        unique, counts = np.unique(hit_pages, return_counts=True)
+        self.hits[unique] = np.minimum(self.hits[unique] + counts, 65535)
+
+    def fill(self, page: int, slots: int) -> None:
+        """A page holds so many tokens now; sealed pages are full by their event."""
+        before = int(self.filled[page])
+        if before == slots or self.sealed[page]:
+            return
+        self.filled[page] = slots
+        self.dirty[page] = True
+        if self.states[page] == ACTIVE:
+            self.filled_slots += slots - before
+
+    def _count(self, touched: U32, sign: int) -> None:
+        states, refs = self.states[touched], self.refs[touched]
+        self.state_counts += sign * np.bincount(states, minlength=6)
+        self.shared_pages += sign * int(np.count_nonzero(refs >= 2))
+        self.references += sign * int(refs.sum(dtype=np.int64))
+        self.filled_slots += sign * int(self.filled[touched[states == ACTIVE]].sum(dtype=np.int64))

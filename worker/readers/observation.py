@@ -1,0 +1,27 @@
+"""What the engine hands to the observer, a few times a second. Frozen; owns nothing."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from worker.ids import SequenceId
+from worker.pages.snapshot import PoolSnapshot
+from worker.readers.audit import AuditRound
+from worker.stats import EngineCounts, SequenceView, StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Everything that changed since the last one, consistent with the page event `revision`."""
+
+    revision: int  # number of the last page event
+    changes: Sequence[SequenceView]
+    ended: Sequence[SequenceId]
+    progress_owners: "array[int]"
+    progress_tokens: "array[int]"
+    counts: EngineCounts
+    rows_used: int
+    idle_seconds: float  # in total since the start
+    steps: Sequence[StepStats]
+    audit: AuditRound | None = None
+    snapshot: PoolSnapshot | None = None  # asked for after a loss: replaces pages; changes are all sequences

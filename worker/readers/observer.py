@@ -1,0 +1,234 @@
+"""The observer: folds what the engine hands over, and gives frozen views to metrics, feed and heartbeats.
+
+Runs on a thread of its own and never delays a step. When events were overwritten before it read them,
+or the engine could not hand over, it asks for a snapshot and starts from that.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from worker.channels import Handover
+from worker.log import log_event
+from worker.pages.events import EventRing
+from worker.readers.audit import AuditBook
+from worker.readers.delta import totals
+from worker.readers.ledger import Ledger
+from worker.readers.load import LoadMeter
+from worker.readers.metrics import MetricsView, StepMeter, first_view
+from worker.readers.observation import Observation
+from worker.readers.sequences import SequenceBook, pages_between, slots_of_page
+from worker.stats import EngineCounts, LoadView, PoolTotals, SequenceView
+
+MAX_EVENTS_PER_FOLD = 16_384
+
+logger = logging.getLogger("worker.observer")
+
+
+class Fold:
+    """The state of all pages and sequences as of one revision. Lent to sinks for the length of a call."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.ledger = Ledger(num_pages, page_size)
+        self.book = SequenceBook()
+        self.counts = EngineCounts()
+        self.num_rebuilds = 0
+        self.started: list[SequenceView] = []  # sequences that got their owner number in this turn
+        self.ended_owners: list[int] = []  # owners that ended in this turn
+
+    def pool(self) -> PoolTotals:
+        """Totals as of the revision."""
+        return totals(self.ledger)
+
+
+class Sink(Protocol):
+    """Who publishes the fold. All calls come from the observer's thread."""
+
+    def open(self) -> None:
+        """First call."""
+        ...
+
+    def publish(self, fold: Fold, pool: PoolTotals, now: float) -> float:
+        """Once per turn; returns the seconds after which it wants the next."""
+        ...
+
+    def close(self) -> None:
+        """Last call."""
+        ...
+
+
+class Observer:
+    """The thread and the fold."""
+
+    def __init__(
+        self,
+        ring: EventRing,
+        handover: Handover[Observation],
+        *,
+        num_pages: int,
+        page_size: int,
+        ask_for_snapshot: Callable[[], None],
+        on_load: Callable[[LoadView], None],
+        on_failure: Callable[[], None],
+        sink: Sink,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ring = ring
+        self._handover = handover
+        self._ask_for_snapshot = ask_for_snapshot
+        self._on_load = on_load
+        self._on_failure = on_failure
+        self._sink = sink
+        self._clock = clock
+        self._fold = Fold(num_pages, page_size)
+        self._waits_for_snapshot = False
+        self._dropped = {"observer": 0, "feed": 0, "recorder": 0}
+        self._refused_seen = 0
+        self._meter = StepMeter()
+        self._load = LoadMeter(clock())
+        self._audits = AuditBook()
+        self._rows_used = 0
+        self._idle_seconds = 0.0
+        self.metrics: MetricsView = first_view(self._fold.pool())
+        self._wake = threading.Event()
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="kvatlas-observer", daemon=True)
+
+    def start(self) -> None:
+        """Begins to fold."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There is something to answer before the next turn."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """Folds what is there, publishes it, ends the thread; idempotent."""
+        self._is_stopping = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._sink.open()
+            while not self._is_stopping:
+                pause = self.turn()
+                self._wake.wait(pause)
+                self._wake.clear()
+            self.turn()
+        except Exception:
+            logger.exception("event=observer_failed")
+            self._on_failure()
+        finally:
+            self._sink.close()
+
+    def turn(self) -> float:
+        """Folds and publishes once; returns the seconds until the next turn."""
+        fold, now = self._fold, self._clock()
+        for observation in self._handover.take_all():
+            self._take(observation)
+        pool = fold.pool()
+        self._on_load(self._load.view(now, fold.counts, pool))
+        self.metrics = self._view(pool)
+        pause = self._sink.publish(fold, pool, now)
+        fold.started, fold.ended_owners = [], []
+        return pause
+
+    def _take(self, observation: Observation) -> None:
+        self._take_numbers(observation)
+        if observation.snapshot is not None:
+            self._rebuild(observation)
+        elif self._waits_for_snapshot or not self._fold_events(observation.revision):
+            return
+        else:
+            self._fold_sequences(observation)
+
+    def _take_numbers(self, observation: Observation) -> None:
+        self._fold.counts = observation.counts
+        self._rows_used = observation.rows_used
+        self._idle_seconds = observation.idle_seconds
+        for step in observation.steps:
+            self._meter.step(step)
+            self._load.step(step)
+        if observation.audit is not None:
+            self._audits.record(observation.audit)
+            self._meter.check(observation.audit.seconds)
+
+    def _fold_events(self, revision: int) -> bool:
+        ledger = self._fold.ledger
+        while ledger.revision < revision:
+            events = self._ring.read(ledger.revision, min(revision - ledger.revision, MAX_EVENTS_PER_FOLD))
+            if events is None:
+                self._lose(revision)
+                return False
+            ledger.fold(events)
+        return True
+
+    def _lose(self, revision: int) -> None:
+        lost = revision - self._fold.ledger.revision
+        self._dropped["observer"] += lost
+        self._waits_for_snapshot = True
+        log_event(logger, logging.WARNING, "observer_lagged", lost_events=lost)
+        self._ask_for_snapshot()
+
+    def _fold_sequences(self, observation: Observation) -> None:
+        book = self._fold.book
+        for sequence_id in observation.ended:
+            entry = book.end(sequence_id)
+            if entry is not None and entry.view.owner:
+                self._fold.ended_owners.append(entry.view.owner)
+        for view in observation.changes:
+            self._change(view)
+        for owner, tokens in zip(observation.progress_owners, observation.progress_tokens, strict=True):
+            self._progress(owner, tokens)
+
+    def _change(self, view: SequenceView) -> None:
+        ledger, page_size = self._fold.ledger, self._fold.ledger.page_size
+        known = self._fold.book.get(view.sequence_id)
+        if view.owner and (known is None or known.view.owner != view.owner):
+            self._fold.started.append(view)
+        before = known.token_count if known is not None else 0
+        entry = self._fold.book.change(view)
+        first = min(view.first_page_index, before // page_size)
+        for index in range(first, len(entry.pages)):
+            ledger.fill(entry.pages[index], slots_of_page(index, view.token_count, page_size))
+
+    def _progress(self, owner: int, tokens: int) -> None:
+        ledger, page_size = self._fold.ledger, self._fold.ledger.page_size
+        entry = self._fold.book.owner(owner)
+        if entry is None or entry.token_count == tokens:
+            return
+        for index in pages_between(entry.token_count, tokens, page_size):
+            if index < len(entry.pages):
+                ledger.fill(entry.pages[index], slots_of_page(index, tokens, page_size))
+        self._fold.book.progress(owner, tokens)
+
+    def _rebuild(self, observation: Observation) -> None:
+        fold = self._fold
+        assert observation.snapshot is not None
+        fold.book.clear()
+        fold.ledger.restore(observation.snapshot)
+        fold.num_rebuilds += 1
+        self._waits_for_snapshot = False
+        for view in observation.changes:
+            self._change(view)
+        held = [(entry.view.owner, entry.pages) for entry in fold.book]
+        fold.ledger.restore_owners(held)
+        log_event(logger, logging.INFO, "observer_rebuilt", revision=fold.ledger.revision)
+
+    def _view(self, pool: PoolTotals) -> MetricsView:
+        return MetricsView(
+            counts=self._fold.counts,
+            pool=pool,
+            events_by_kind=tuple(self._fold.ledger.event_counts.tolist()),
+            flush_evictions=self._fold.ledger.flush_evictions,
+            rows_used=self._rows_used,
+            idle_seconds=self._idle_seconds,
+            checks=dict(self._audits.results),
+            last_success_seconds=self._audits.last_success_ns / 1e9,
+            dropped=dict(self._dropped),
+            histograms=self._meter.frozen(),
+        )
