@@ -14,9 +14,8 @@ def main(address: str = "127.0.0.1:50051", prompt: str = "The sky is") -> None:
             elif isinstance(event, Delta):
                 print(event.text, end="", flush=True)
             elif isinstance(event, Summary):
-                print(
-                    f"\n[{event.usage.completion_tokens} tokens, {event.usage.kv.page_seconds:.2f} page-seconds]"
-                )
+                usage = event.usage
+                print(f"\n[{usage.completion_tokens} tokens, {usage.kv.page_seconds:.2f} page-seconds]")
 
 
 if __name__ == "__main__":
