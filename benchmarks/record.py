@@ -1,0 +1,75 @@
+"""One JSON file per measurement in benchmarks/results/: what was run, on which machine, with which versions.
+
+Owns the format of the head of such a file; the figures are the caller's.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).with_name("results")
+
+
+def write_result(name: str, figures: Mapping[str, Any], packages: Sequence[str]) -> Path:
+    """Writes <date>-<machine>-<name>.json and returns its path."""
+    RESULTS.mkdir(exist_ok=True)
+    day = time.strftime("%Y-%m-%d", time.gmtime())
+    path = RESULTS / f"{day}-{platform.machine()}-{os.cpu_count()}cpu-{name}.json"
+    document = {"name": name, **_circumstances(packages), "figures": figures}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    return path
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which that share of the values lies, by nearest rank; values need no order."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _circumstances(packages: Sequence[str]) -> dict[str, Any]:
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": "python -m " + " ".join([_module_name(), *sys.argv[1:]]),
+        "commit": _commit(),
+        "cpu": _cpu_name(),
+        "cpus": os.cpu_count(),
+        "load_before": [round(load, 2) for load in os.getloadavg()],
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+def _module_name() -> str:
+    spec = sys.modules["__main__"].__spec__
+    return spec.name if spec is not None else sys.argv[0]
+
+
+def _commit() -> str:
+    """Commit of the checkout, with a + when files differ from it; empty outside of one."""
+    here = Path(__file__).parent
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"], cwd=here, capture_output=True, text=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return commit + ("+" if changed.strip() else "")
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
