@@ -1,0 +1,265 @@
+"""A device of lists: the second runner, for simulation and for running everything else without torch.
+
+Where K and V would go it stores token ids, through the page table; "attention" is a hash of the ids
+read back through the same table. Any aliasing, early release, wrong slot, stale row, lost span or
+missing copy changes a token. Input ids come from its token pool, as on a real device.
+
+``next_token`` is the whole model: a function of the ids before and of how a token is picked, so the
+answer to a request can be computed without a runner (``answer_alone``).
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from worker.ids import SequenceId
+from worker.scheduling.sampling import SamplingParams
+from worker.scheduling.step import RowStart, Step, StepResult, TokenLogprob
+
+UNWRITTEN = -1
+POISON = -2
+_MASK = 0xFFFFFFFFFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class FakeModel:
+    """Vocabulary 0 .. vocab_size - 1; about one token in ``eos_every`` is one of the EOS ids (0: none)."""
+
+    vocab_size: int = 256
+    eos_token_ids: tuple[int, ...] = ()
+    eos_every: int = 0
+
+
+def next_token(
+    model: FakeModel,
+    ids: Sequence[int],
+    params: SamplingParams,
+    choice_index: int,
+    num_prompt: int,
+    eos_token_ids: frozenset[int],
+) -> int:
+    """The token after ``ids``: a hash of them, and of the noise's key unless greedy."""
+    mixed = hash(tuple(ids)) & _MASK
+    if params.temperature > 0:
+        mixed = hash((mixed, params.seed, choice_index, len(ids))) & _MASK
+    token_id = mixed % model.vocab_size
+    if model.eos_every and (mixed >> 32) % model.eos_every == 0:
+        token_id = model.eos_token_ids[(mixed >> 16) % len(model.eos_token_ids)]
+    if len(ids) - num_prompt < params.min_tokens:
+        while token_id in eos_token_ids or token_id in params.stop_token_ids:
+            token_id = (token_id + 1) % model.vocab_size
+    return token_id
+
+
+def answer_alone(
+    model: FakeModel,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    choice_index: int,
+    eos_token_ids: frozenset[int],
+    max_context_tokens: int,
+) -> list[int]:
+    """All output tokens of one sample, computed without pages, rows or steps."""
+    eos = eos_token_ids if params.stop_at_eos else frozenset[int]()
+    ids = list(prompt)
+    limit = min(len(prompt) + params.max_tokens, max_context_tokens)
+    while len(ids) < limit:
+        token_id = next_token(model, ids, params, choice_index, len(prompt), eos)
+        ids.append(token_id)
+        stops = token_id in eos or token_id in params.stop_token_ids
+        if stops and len(ids) - len(prompt) > params.min_tokens:
+            break
+    return ids[len(prompt) :]
+
+
+class FakeHandle:
+    """A step that was launched."""
+
+    def __init__(self, runner: "FakeRunner", step: Step, ready_time: float) -> None:
+        self.step = step
+        self._runner = runner
+        self._ready_time = ready_time
+        self.outcome: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """Runs everything launched up to this step; waits for its time."""
+        self._runner.run_until(self)
+        wait = self._ready_time - time.monotonic()
+        if wait > 0:
+            time.sleep(wait)
+        assert self.outcome is not None, f"step {self.step.number} was never run"
+        return self.outcome
+
+
+class FakeRunner:
+    """Implements worker.execution.runner.Runner.
+
+    ``lazy``: steps run as late as a device may run them, when a result is waited for, so the host's
+    changes after the launch come first. ``is_held``: whether a page may be touched now; a step that
+    touches one that went back to the pool under it is a bug (H6). ``fail``: whether and why the span
+    of a sequence that ends at a position fails. ``step_seconds``: what a step seems to take.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_running: int,
+        row_width: int,
+        model: FakeModel,
+        lazy: bool = False,
+        is_held: Callable[[int], bool] | None = None,
+        fail: Callable[[SequenceId, int], str | None] | None = None,
+        step_seconds: float = 0.0,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.model = model
+        self.num_slots = num_pages * page_size
+        dummy = self.num_slots  # first slot of the dummy page
+        self.kv = [UNWRITTEN] * ((num_pages + 1) * page_size)
+        self.page_table = [[dummy] * row_width for _ in range(max_running + 1)]
+        self.token_pool = [[0] * (row_width + 1) for _ in range(max_running + 1)]
+        self.starts: list[RowStart | None] = [None] * (max_running + 1)
+        self.num_steps = 0
+        self.num_copies = 0
+        self.num_table_writes = 0  # scatters, at most one a step (S1-22)
+        self._lazy = lazy
+        self._is_held = is_held
+        self._fail = fail
+        self._step_seconds = step_seconds
+        self._busy_until = 0.0
+        self._queue: deque[FakeHandle] = deque()
+
+    # Runner.
+    def launch(self, step: Step) -> FakeHandle:
+        """Queues a step."""
+        ready = 0.0
+        if self._step_seconds:
+            self._busy_until = ready = max(self._busy_until, time.monotonic()) + self._step_seconds
+        handle = FakeHandle(self, step, ready)
+        self._queue.append(handle)
+        if not self._lazy:
+            self.run_until(handle)
+        return handle
+
+    def read_rows(self, rows: list[int], num_slots: list[int]) -> list[list[int]]:
+        """The first slots of rows, after everything that was launched."""
+        while self._queue:
+            self.run_until(self._queue[0])
+        return [self.page_table[row][:count] for row, count in zip(rows, num_slots, strict=True)]
+
+    def close(self) -> None:
+        """Nothing to free."""
+        self._queue.clear()
+
+    def poison(self, pages: Sequence[int]) -> None:
+        """Fills pages that went back to the pool; reading one afterwards is an error."""
+        for page in pages:
+            first = page * self.page_size
+            self.kv[first : first + self.page_size] = [POISON] * self.page_size
+
+    # The device.
+    def run_until(self, handle: FakeHandle) -> None:
+        """Steps run in the order of their launches."""
+        while handle.outcome is None and self._queue:
+            oldest = self._queue.popleft()
+            oldest.outcome = self._run(oldest.step)
+
+    def _run(self, step: Step) -> StepResult:
+        self.num_steps += 1
+        assert len(set(step.rows)) == len(step.rows), f"step {step.number}: a row twice in {step.rows}"
+        for start in step.row_starts:
+            self._start_row(start)
+        self._write_table(step)
+        for copy in step.page_copies:
+            self._copy(copy.source, copy.target)
+        for at in range(len(step.rows)):
+            self._write(step.rows[at], step.starts[at], step.ends[at])
+        return self._sample(step)
+
+    def _start_row(self, start: RowStart) -> None:
+        assert 0 <= start.row < len(self.page_table) - 1, f"row {start.row} is not a sequence's"
+        self.starts[start.row] = start
+        self.token_pool[start.row][: len(start.token_ids)] = start.token_ids
+
+    def _write_table(self, step: Step) -> None:
+        size = self.page_size
+        self.num_table_writes += bool(step.new_page_ids)
+        columns = zip(step.new_page_rows, step.new_page_indexes, step.new_page_ids, strict=True)
+        for row, index, page in columns:
+            assert 0 <= page < self.num_pages, f"page {page} in row {row}: not a sequence's page"
+            first = page * size
+            line = self.page_table[row]
+            assert (index + 1) * size <= len(line), f"page {index} of row {row} is beyond its width"
+            line[index * size : (index + 1) * size] = range(first, first + size)
+
+    def _copy(self, source: int, target: int) -> None:
+        self.num_copies += 1
+        self._touch(source)
+        self._touch(target)
+        size = self.page_size
+        self.kv[target * size : (target + 1) * size] = self.kv[source * size : (source + 1) * size]
+
+    def _touch(self, page: int) -> None:
+        if self._is_held is not None:
+            assert self._is_held(page), f"page {page} is used by a step and was given back to the pool"
+
+    def _write(self, row: int, start: int, end: int) -> None:
+        line, tokens = self.page_table[row], self.token_pool[row]
+        for position in range(start, end):
+            slot = line[position]
+            assert slot < self.num_slots, f"row {row} has no page for position {position}"
+            self.kv[slot] = tokens[position]
+
+    def _read(self, row: int, end: int) -> list[int]:
+        kv, line = self.kv, self.page_table[row]
+        if self._is_held is not None:
+            for position in range(0, end, self.page_size):
+                self._touch(line[position] // self.page_size)
+        ids = [kv[slot] for slot in line[:end]]
+        assert min(ids) >= 0, f"row {row}: position {ids.index(min(ids))} was never written, or freed"
+        return ids
+
+    def _sample(self, step: Step) -> StepResult:
+        token_ids: list[int] = []
+        logprobs: dict[int, TokenLogprob] = {}
+        prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+        failed: dict[int, str] = {}
+        sampled = set(step.sampled)
+        for at, row in enumerate(step.rows):
+            start, end = self.starts[row], step.ends[at]
+            assert start is not None, f"row {row} was never started"
+            assert start.sequence_id == step.sequence_ids[at], f"row {row} is that of {start.sequence_id}"
+            ids = self._read(row, end)
+            why = self._fail(start.sequence_id, end) if self._fail is not None else None
+            if why is not None:
+                failed[at] = why
+            if start.params.prompt_logprobs is not None:
+                last = min(end, start.num_prompt_tokens - 1)
+                prompt_logprobs[at] = [
+                    self._logprob(ids[:position], self.token_pool[row][position])
+                    for position in range(step.starts[at] + 1, last + 1)
+                ]
+            if at not in sampled:
+                continue
+            token_id = next_token(
+                self.model,
+                ids,
+                start.params,
+                start.choice_index,
+                start.num_prompt_tokens,
+                start.eos_token_ids,
+            )
+            self.token_pool[row][end] = token_id
+            token_ids.append(token_id)
+            if start.params.logprobs is not None:
+                logprobs[at] = self._logprob(ids, token_id)
+        return StepResult(token_ids, logprobs, prompt_logprobs, failed, self._step_seconds)
+
+    @staticmethod
+    def _logprob(ids: Sequence[int], token_id: int) -> TokenLogprob:
+        mixed = hash((tuple(ids), token_id)) & 0xFFFF
+        return TokenLogprob(-mixed / 4096, 1 + mixed % 7)

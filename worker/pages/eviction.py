@@ -1,0 +1,279 @@
+"""Which cached page goes first when pages are needed.
+
+Owns the order of unreferenced pages in intrusive lists (two integers a page, no objects). Knows neither
+the trie nor the pool: it is told what becomes unreferenced, and names victims one at a time in O(1).
+
+Only a page without children may be named. Each holder of a page also holds its parent, so references
+of a parent are never fewer than those of its child, and pages become unreferenced child first. With
+least recently used that alone is enough: all unreferenced pages stand in one list in the order of
+their last use, a child before its parent, and the head is always a leaf. The same holds for least
+frequently used, since every hit of a child is a hit of its parent. The other two are told which page
+is a leaf, and when one becomes a leaf.
+"""
+
+from array import array
+from collections.abc import Callable
+from typing import Protocol
+
+
+class EvictionPolicy(Protocol):
+    """Order of unreferenced, unpinned pages."""
+
+    def add(self, page: int, hits: int, depth: int, is_leaf: bool) -> None:
+        """``page`` is not referenced any more; children come before their parents."""
+        ...
+
+    def hold(self, page: int) -> None:
+        """``page`` is referenced again, or pinned."""
+        ...
+
+    def becomes_leaf(self, page: int, hits: int, depth: int) -> None:
+        """The last child of ``page``, which is unreferenced, was evicted."""
+        ...
+
+    def forget(self, page: int) -> None:
+        """``page`` left the cache."""
+        ...
+
+    def victim(self) -> int | None:
+        """The leaf to evict next; the caller evicts it and calls ``forget``."""
+        ...
+
+
+class PageLists:
+    """Doubly linked lists over page numbers: two arrays, the heads behind the pages."""
+
+    def __init__(self, num_pages: int, num_lists: int = 1) -> None:
+        total = num_pages + num_lists
+        self._base = num_pages
+        self._next = array("i", range(total))
+        self._prev = array("i", range(total))
+
+    def __contains__(self, page: int) -> bool:
+        return self._next[page] != page
+
+    def first(self, which: int = 0) -> int | None:
+        """Head of a list; None when it is empty."""
+        page = self._next[self._base + which]
+        return page if page < self._base else None
+
+    def append(self, page: int, which: int = 0) -> None:
+        """At the tail."""
+        self._insert(page, self._prev[self._base + which])
+
+    def prepend(self, page: int, which: int = 0) -> None:
+        """At the head."""
+        self._insert(page, self._base + which)
+
+    def _insert(self, page: int, after: int) -> None:
+        assert self._next[page] == page, f"page {page} stands in a list already"
+        following = self._next[after]
+        self._next[after] = self._prev[following] = page
+        self._next[page] = following
+        self._prev[page] = after
+
+    def remove(self, page: int) -> None:
+        """Out of the list it stands in."""
+        before, after = self._prev[page], self._next[page]
+        assert after != page, f"page {page} stands in no list"
+        self._next[before] = after
+        self._prev[after] = before
+        self._next[page] = self._prev[page] = page
+
+    def pages(self, which: int = 0) -> list[int]:
+        """All pages of a list, head first; for tests and audits."""
+        found, page = [], self._next[self._base + which]
+        while page < self._base:
+            found.append(page)
+            page = self._next[page]
+        return found
+
+
+class LeastRecentlyUsed:
+    """The page whose last use is longest ago. The default."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._lists = PageLists(num_pages)
+
+    def add(self, page: int, hits: int, depth: int, is_leaf: bool) -> None:
+        """See EvictionPolicy."""
+        self._lists.append(page)
+
+    def hold(self, page: int) -> None:
+        """See EvictionPolicy."""
+        self._lists.remove(page)
+
+    def becomes_leaf(self, page: int, hits: int, depth: int) -> None:
+        """Nothing: it stands in the list already, behind its children."""
+
+    def forget(self, page: int) -> None:
+        """See EvictionPolicy."""
+        self._lists.remove(page)
+
+    def victim(self) -> int | None:
+        """See EvictionPolicy."""
+        return self._lists.first()
+
+
+class _Buckets:
+    """Lists ordered among each other; finds the first one that is not empty in O(1)."""
+
+    def __init__(self, num_pages: int, num_lists: int) -> None:
+        self._lists = PageLists(num_pages, num_lists)
+        self._which = bytearray(num_pages)
+        self._sizes = [0] * num_lists
+        self._filled = 0  # bit per list that is not empty
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._lists
+
+    def append(self, page: int, which: int) -> None:
+        self._which[page] = which
+        self._sizes[which] += 1
+        self._filled |= 1 << which
+        self._lists.append(page, which)
+
+    def remove(self, page: int) -> None:
+        which = self._which[page]
+        self._lists.remove(page)
+        self._sizes[which] -= 1
+        if not self._sizes[which]:
+            self._filled &= ~(1 << which)
+
+    def first_list(self, start: int = 0) -> int | None:
+        """First list that is not empty, counted from ``start`` and round."""
+        if not self._filled:
+            return None
+        ahead = self._filled >> start
+        if ahead:
+            return start + (ahead & -ahead).bit_length() - 1
+        return (self._filled & -self._filled).bit_length() - 1
+
+    def first(self, which: int) -> int | None:
+        return self._lists.first(which)
+
+
+class LeastFrequentlyUsed:
+    """The page with the fewest prefix hits since it was sealed (capped at 63), then by last use."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._buckets = _Buckets(num_pages, 64)
+
+    def add(self, page: int, hits: int, depth: int, is_leaf: bool) -> None:
+        """See EvictionPolicy."""
+        self._buckets.append(page, min(hits, 63))
+
+    def hold(self, page: int) -> None:
+        """See EvictionPolicy."""
+        self._buckets.remove(page)
+
+    def becomes_leaf(self, page: int, hits: int, depth: int) -> None:
+        """Nothing: its children had no more hits than it has and stood before it."""
+
+    def forget(self, page: int) -> None:
+        """See EvictionPolicy."""
+        self._buckets.remove(page)
+
+    def victim(self) -> int | None:
+        """See EvictionPolicy."""
+        which = self._buckets.first_list()
+        return None if which is None else self._buckets.first(which)
+
+
+class FirstInFirstOut:
+    """The leaf that was cached first; hits change nothing.
+
+    A page keeps its place while it is referenced. One that cannot go when its turn comes is taken out
+    and put at the head again as soon as it can: each page is passed over at most once per time it is
+    put in, so a victim costs O(1) on average.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._lists = PageLists(num_pages)
+        self._can_go = bytearray(num_pages)
+        self._passed_over = bytearray(num_pages)
+
+    def add(self, page: int, hits: int, depth: int, is_leaf: bool) -> None:
+        """See EvictionPolicy."""
+        self._can_go[page] = is_leaf
+        if self._passed_over[page]:
+            if is_leaf:
+                self._return(page)
+        elif page not in self._lists:
+            self._lists.append(page)
+
+    def hold(self, page: int) -> None:
+        """See EvictionPolicy."""
+        self._can_go[page] = 0
+
+    def becomes_leaf(self, page: int, hits: int, depth: int) -> None:
+        """See EvictionPolicy."""
+        self._can_go[page] = 1
+        if self._passed_over[page]:
+            self._return(page)
+
+    def _return(self, page: int) -> None:
+        self._passed_over[page] = 0
+        self._lists.prepend(page)
+
+    def forget(self, page: int) -> None:
+        """See EvictionPolicy."""
+        self._can_go[page] = self._passed_over[page] = 0
+        if page in self._lists:
+            self._lists.remove(page)
+
+    def victim(self) -> int | None:
+        """See EvictionPolicy."""
+        while (page := self._lists.first()) is not None and not self._can_go[page]:
+            self._lists.remove(page)
+            self._passed_over[page] = 1
+        return page
+
+
+class CostAware:
+    """The leaf whose loss costs least: log2 of its depth times its uses, aged (GreedyDual).
+
+    Computing a page again costs attention over everything before it, so deep pages and pages with hits
+    are kept longer. The class of what was evicted last is added to what comes later: a page that is
+    never used again sinks to the front, however dear it was.
+    """
+
+    _NUM_LISTS = 64  # more than the spread of classes (33 + 16), so that the wheel never laps itself
+
+    def __init__(self, num_pages: int) -> None:
+        self._buckets = _Buckets(num_pages, self._NUM_LISTS)
+        self._clock = 0
+
+    def add(self, page: int, hits: int, depth: int, is_leaf: bool) -> None:
+        """See EvictionPolicy."""
+        if is_leaf:
+            self.becomes_leaf(page, hits, depth)
+
+    def becomes_leaf(self, page: int, hits: int, depth: int) -> None:
+        """See EvictionPolicy."""
+        worth = depth.bit_length() + (1 + hits).bit_length() - 1
+        self._buckets.append(page, (self._clock + min(worth, 48)) % self._NUM_LISTS)
+
+    def hold(self, page: int) -> None:
+        """See EvictionPolicy."""
+        if page in self._buckets:
+            self._buckets.remove(page)
+
+    forget = hold
+
+    def victim(self) -> int | None:
+        """See EvictionPolicy."""
+        which = self._buckets.first_list(self._clock)
+        if which is None:
+            return None
+        self._clock = which
+        return self._buckets.first(which)
+
+
+POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
+    "lru": LeastRecentlyUsed,
+    "lfu": LeastFrequentlyUsed,
+    "fifo": FirstInFirstOut,
+    "cost": CostAware,
+}
+"""Policies by the name that the configuration uses."""

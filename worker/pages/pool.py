@@ -1,0 +1,365 @@
+"""The page pool: the state of every page, how many sequences refer to it, and which pages are free.
+
+Owns page numbers, reference counts and the page events. Knows nothing of prompts, rows or tensors.
+
+            allocate                 release, last reference, not sealed
+  FREE ───────────────▶ ACTIVE ─────────────────────────────────────────▶ FREE
+   ▲                     │  ▲
+   │ evict               │  │ share (prefix hit)
+   │                     ▼  │
+   └────────────────── CACHED ◀──── release, last reference, sealed     PINNED: CACHED, never evicted
+                                                                        RESERVED: the dummy page
+
+Every change passes through ``_change``, which also writes the page event: no reader can miss one. All
+columns are arrays with an entry per page (about 60 bytes a page), and every operation costs
+O(pages it is given), whatever the size of the pool.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from worker.ids import NO_PAGE
+from worker.pages.events import HIT_TAG, EventRing, PageEventKind, PageFlag, PageState
+from worker.pages.violation import Violation
+
+SEALED, PINNED = int(PageFlag.SEALED), int(PageFlag.PINNED)
+FREE, ACTIVE, CACHED, HELD, RESERVED = (int(state) for state in PageState)  # HELD: PageState.PINNED
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """Columns with one entry per page, the dummy page included."""
+
+    states: bytes
+    flags: bytes
+    ref_counts: "array[int]"  # 'H'
+    filled_slots: "array[int]"  # 'H': page_size where sealed, otherwise 0: only sequences know
+    owners: "array[int]"  # 'H': the first since the page was unreferenced, 0: FREE
+    hit_counts: "array[int]"  # 'H'
+    parent_page_ids: "array[int]"  # 'I'
+    born_ms: "array[int]"  # 'I'
+    used_ms: "array[int]"  # 'I'
+    fingerprints: "array[int]"  # 'Q'
+
+
+class PagePool:
+    """``num_pages`` pages for sequences and one dummy page, index ``num_pages``, never handed out."""
+
+    def __init__(self, num_pages: int, page_size: int, events: EventRing) -> None:
+        if num_pages < 1 or page_size < 1:
+            raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens is not possible")
+        if (num_pages + 1) * page_size > 2**31 - 1:
+            raise ValueError(f"{num_pages} pages of {page_size} tokens: slots do not fit 32 bits")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.events = events
+        self.now_ms = 0
+        total = num_pages + 1
+        # First slots of free pages, handed out from the end, so page 0 goes first.
+        self._free = array("i", range((num_pages - 1) * page_size, -1, -page_size))
+        self._states = bytearray((FREE,)) * total
+        self._states[num_pages] = RESERVED
+        self._flags = bytearray(total)
+        self._refs = array("H", bytes(2 * total))
+        self._owners = array("H", bytes(2 * total))  # first owner since it was free
+        self._hits = array("H", bytes(2 * total))
+        self._parents = array("I", (NO_PAGE,)) * total
+        self._born = array("I", bytes(4 * total))
+        self._used = array("I", bytes(4 * total))
+        self._fingerprints = array("Q", bytes(8 * total))
+        self._counts = [0, num_pages, 0, 0, 0, 1]  # by state
+        self._num_references = 0
+        self._num_shared = 0
+
+    # What it is now, each in O(1).
+    @property
+    def num_free(self) -> int:
+        """Pages on the free list."""
+        return self._counts[FREE]
+
+    @property
+    def num_active(self) -> int:
+        """Pages that sequences refer to; a page with several references counts once."""
+        return self._counts[ACTIVE]
+
+    @property
+    def num_cached(self) -> int:
+        """Unreferenced pages that can be found and evicted."""
+        return self._counts[CACHED]
+
+    @property
+    def num_pinned(self) -> int:
+        """Unreferenced pages that can be found and must stay."""
+        return self._counts[HELD]
+
+    @property
+    def num_shared(self) -> int:
+        """Pages with two or more references."""
+        return self._num_shared
+
+    @property
+    def num_references(self) -> int:
+        """References over all pages."""
+        return self._num_references
+
+    def counts_by_state(self) -> dict[PageState, int]:
+        """Pages in each state; adds up to num_pages + 1."""
+        return {state: self._counts[state] for state in PageState}
+
+    def state(self, page: int) -> PageState:
+        """State of a page."""
+        return PageState(self._states[page])
+
+    def references(self, page: int) -> int:
+        """References to a page."""
+        return self._refs[page]
+
+    def is_sealed(self, page: int) -> bool:
+        """Whether it is full, computed, committed and in the prefix index."""
+        return self._flags[page] & SEALED != 0
+
+    def is_pinned(self, page: int) -> bool:
+        """Whether it belongs to a pinned prefix."""
+        return self._flags[page] & PINNED != 0
+
+    def hits(self, page: int) -> int:
+        """Prefix hits since it was sealed, at most 65535."""
+        return self._hits[page]
+
+    def fingerprint(self, page: int) -> int:
+        """Its fingerprint; 0: not sealed."""
+        return self._fingerprints[page]
+
+    def free_slots(self) -> "array[int]":
+        """Copy of the free list: the first slot of each free page, next to be handed out first."""
+        return self._free[::-1]
+
+    def unreferenced(self, pages: Sequence[int]) -> int:
+        """How many of ``pages`` are CACHED: taking them makes as many fewer available (B011)."""
+        states = self._states
+        return sum([states[page] == CACHED for page in pages])
+
+    def planes(self) -> "Planes":
+        """Copies of all columns."""
+        page_size = self.page_size
+        filled = array("H", [page_size if flags & SEALED else 0 for flags in self._flags])
+        return Planes(
+            states=bytes(self._states),
+            flags=bytes(self._flags),
+            ref_counts=self._refs[:],
+            filled_slots=filled,
+            owners=self._owners[:],
+            hit_counts=self._hits[:],
+            parent_page_ids=self._parents[:],
+            born_ms=self._born[:],
+            used_ms=self._used[:],
+            fingerprints=self._fingerprints[:],
+        )
+
+    # Changes.
+    def allocate(self, owners: "array[int]") -> list[int] | None:
+        """One free page per entry of ``owners``; None and nothing taken if there are fewer."""
+        count = len(owners)
+        if count > len(self._free):
+            return None
+        if not count:
+            return []
+        page_size = self.page_size
+        pages = [slot // page_size for slot in self._free[: -count - 1 : -1]]
+        del self._free[-count:]
+        self._change(PageEventKind.ALLOCATED, pages, owners, delta=1, state=ACTIVE)
+        now, born, used, mine = self.now_ms, self._born, self._used, self._owners
+        for page, owner in zip(pages, owners, strict=True):
+            born[page] = used[page] = now
+            mine[page] = owner
+        return pages
+
+    def share(self, pages: Sequence[int], owner: int, is_hit: bool) -> list[int]:
+        """One more reference to each of ``pages``; returns those that had none, same order."""
+        states, used, now = self._states, self._used, self.now_ms
+        revived = [page for page in pages if states[page] != ACTIVE]
+        for page in revived:
+            assert states[page] in (CACHED, HELD), f"page {page} shared in state {states[page]}"
+        active = [page for page in pages if states[page] == ACTIVE] if revived else pages
+        tag = HIT_TAG if is_hit else 0
+        if active:
+            self._change(PageEventKind.SHARED, active, self._same(owner, active), delta=1, tag=tag)
+        if revived:
+            owners = self._same(owner, revived)
+            self._change(PageEventKind.REVIVED, revived, owners, delta=1, state=ACTIVE, tag=tag)
+            for page in revived:
+                self._owners[page] = owner
+        for page in pages:
+            used[page] = now
+        if is_hit:
+            hits = self._hits
+            for page in pages:
+                if hits[page] != 65_535:
+                    hits[page] += 1
+        return revived
+
+    def release(self, pages: Sequence[int], owner: int) -> list[int]:
+        """One reference less on each of ``pages``, given in token order.
+
+        Returns those that are now CACHED, last token first, so that a page comes before its parent.
+        """
+        if not pages:
+            return []
+        pages = pages[::-1]
+        self._change(PageEventKind.RELEASED, pages, self._same(owner, pages), delta=-1)
+        refs, flags, used, now = self._refs, self._flags, self._used, self.now_ms
+        for page in pages:
+            used[page] = now
+        unused = [page for page in pages if not refs[page]]
+        kept = [page for page in unused if flags[page] & SEALED]
+        pinned = [page for page in kept if flags[page] & PINNED]
+        cached = [page for page in kept if not flags[page] & PINNED] if pinned else kept
+        for some, state in ((cached, CACHED), (pinned, HELD)):
+            if some:
+                self._change(PageEventKind.CACHED, some, self._same(owner, some), state=state)
+        if len(kept) < len(unused):
+            self._free_pages([page for page in unused if not flags[page] & SEALED], owner)
+        return cached
+
+    def seal(
+        self, page: int, parent: int | None, fingerprint: int, owner: int, tokens: bytes | None = None
+    ) -> None:
+        """``page`` is full, computed and committed, and stands in the prefix index after ``parent``."""
+        assert self._states[page] == ACTIVE, f"page {page} sealed in state {self._states[page]}"
+        assert not self._flags[page], f"page {page} sealed with flags {self._flags[page]}"
+        assert parent is None or self._flags[parent] & SEALED, f"parent {parent} of page {page} is not sealed"
+        other = NO_PAGE if parent is None else parent
+        self._flags[page] = SEALED
+        self._parents[page] = other
+        self._fingerprints[page] = fingerprint
+        self._hits[page] = 0
+        self._change(PageEventKind.SEALED, (page,), (owner,), other=other, tag=fingerprint, tokens=tokens)
+
+    def unseal(self, pages: Sequence[int], owner: int) -> int:
+        """``pages`` left the prefix index, for ``owner`` or (0) by a flush; returns how many are now FREE."""
+        if not pages:
+            return 0
+        for page in pages:
+            assert self._flags[page] == SEALED, f"page {page} evicted with flags {self._flags[page]}"
+            self._flags[page] = 0
+            self._parents[page] = NO_PAGE
+            self._fingerprints[page] = 0
+            self._hits[page] = 0
+        self._change(PageEventKind.EVICTED, pages, self._same(owner, pages))
+        refs = self._refs
+        unused = [page for page in pages if not refs[page]]
+        if unused:
+            self._free_pages(unused, owner)
+        return len(unused)
+
+    def copied(self, target: int, source: int, owner: int) -> None:
+        """``target`` gets the content of ``source`` in the step that is being planned."""
+        assert self._states[target] == ACTIVE == self._states[source], (target, source)
+        self._change(PageEventKind.COPIED, (target,), (owner,), other=source)
+
+    def pin(self, page: int) -> bool:
+        """Marks a sealed page as part of a pinned prefix; whether it was CACHED before."""
+        assert self._flags[page] == SEALED, f"page {page} pinned with flags {self._flags[page]}"
+        was_cached = self._states[page] == CACHED
+        self._flags[page] = SEALED | PINNED
+        self._change(PageEventKind.PINNED, (page,), (0,), state=HELD if was_cached else None)
+        return was_cached
+
+    def unpin(self, page: int) -> bool:
+        """Takes the mark away; whether the page is CACHED now."""
+        assert self._flags[page] == SEALED | PINNED, f"page {page} unpinned, flags {self._flags[page]}"
+        is_cached = self._states[page] == HELD
+        self._flags[page] = SEALED
+        self._change(PageEventKind.UNPINNED, (page,), (0,), state=CACHED if is_cached else None)
+        return is_cached
+
+    def _free_pages(self, pages: Sequence[int], owner: int) -> None:
+        self._change(PageEventKind.FREED, pages, self._same(owner, pages), state=FREE)
+        owners, page_size = self._owners, self.page_size
+        for page in pages:
+            owners[page] = 0
+        self._free.extend([page * page_size for page in pages])
+
+    def _change(
+        self,
+        kind: PageEventKind,
+        pages: Sequence[int],
+        owners: Sequence[int],
+        *,
+        delta: int = 0,
+        state: int | None = None,
+        other: int = NO_PAGE,
+        tag: int = 0,
+        tokens: bytes | None = None,
+    ) -> None:
+        """The one door: references, state and their totals change here, and the event is written."""
+        refs, states, counts = self._refs, self._states, self._counts
+        if delta:
+            edge = 2 if delta > 0 else 1  # where a page becomes, or stops being, shared
+            for page in pages:
+                after = refs[page] + delta
+                assert after >= 0, f"page {page} was released twice, state {states[page]}, owner {owners}"
+                refs[page] = after
+                if after == edge:
+                    self._num_shared += delta
+            self._num_references += delta * len(pages)
+        if state is not None:
+            for page in pages:
+                counts[states[page]] -= 1
+                states[page] = state
+            counts[state] += len(pages)
+        if len(pages) == 1:
+            page = pages[0]
+            self.events.append(kind, page, owners[0], refs[page], other, tag, tokens)
+        else:
+            after_all = array("H", [refs[page] for page in pages])
+            self.events.extend(kind, array("I", pages), array("H", owners), after_all, tag)
+
+    @staticmethod
+    def _same(owner: int, pages: Sequence[int]) -> "array[int]":
+        return array("H", (owner,)) * len(pages)
+
+    def check(self) -> list[Violation]:
+        """Invariants of the pool alone; O(num_pages), for tests and the live audit."""
+        found: list[Violation] = []
+        states = self._states
+        for state in PageState:
+            if states.count(state) != self._counts[state]:
+                found.append(
+                    Violation("state_sum", f"pages {state.name}", self._counts[state], states.count(state))
+                )
+        if sum(self._counts) != self.num_pages + 1:
+            found.append(Violation("state_sum", "pages in all states", self.num_pages + 1, sum(self._counts)))
+        if states[self.num_pages] != RESERVED or self._refs[self.num_pages]:
+            found.append(Violation("state_sum", "state of the dummy page", RESERVED, states[self.num_pages]))
+        held = sum(self._refs)
+        if held != self._num_references:
+            found.append(Violation("refcount", "references over all pages", self._num_references, held))
+        shared = sum([count >= 2 for count in self._refs])
+        if shared != self._num_shared:
+            found.append(Violation("refcount", "shared pages", self._num_shared, shared))
+        found += self._check_pages()
+        found += self._check_free_list()
+        return found
+
+    def _check_pages(self) -> list[Violation]:
+        found = []
+        for page, state in enumerate(self._states):
+            refs, flags = self._refs[page], self._flags[page]
+            if (state == ACTIVE) != (refs > 0):
+                found.append(Violation("refcount", f"references of page {page}, state {state}", "", refs))
+            if (state in (CACHED, HELD)) and flags != (SEALED if state == CACHED else SEALED | PINNED):
+                found.append(Violation("state_sum", f"flags of page {page}, state {state}", "", flags))
+            if state in (FREE, RESERVED) and flags:
+                found.append(Violation("state_sum", f"flags of page {page}, state {state}", 0, flags))
+        return found
+
+    def _check_free_list(self) -> list[Violation]:
+        free = set(self._free)
+        expected = {page * self.page_size for page, state in enumerate(self._states) if state == FREE}
+        if len(free) != len(self._free):
+            return [Violation("free_list", "entries that differ", len(self._free), len(free))]
+        if free != expected:
+            return [Violation("free_list", "slots", sorted(expected - free), sorted(free - expected))]
+        return []

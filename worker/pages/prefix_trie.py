@@ -1,0 +1,308 @@
+"""The prefix index: whole pages found by (parent page, real token ids), the salt standing above the root.
+
+Owns keys, children and the memory of evicted prefixes. Knows nothing of references or free pages: the
+page cache decides what may enter and what must leave.
+
+Equality is that of token ids; no hash is trusted. A node is one whole page, so nothing is ever split.
+"""
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from worker.pages.fingerprint import Fingerprinter
+from worker.pages.violation import Violation
+
+TOKEN_BYTES = 4
+Key = tuple[int | bytes, bytes]
+"""(parent page, or the salt above a first page; the page's token ids as u32)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MissCounts:
+    """Whole pages that a look-up did not find, by cause."""
+
+    num_cold: int
+    num_evicted: int
+
+
+class PrefixIndex(Protocol):
+    """Which page holds which prefix. Two strategies: PrefixTrie, and NoSharing that never finds anything."""
+
+    def match(self, tokens: "array[int]", salt: bytes, max_pages: int) -> list[int]:
+        """Pages of the longest known prefix of ``tokens``, at most ``max_pages``; touches nothing."""
+        ...
+
+    def classify(self, tokens: "array[int]", salt: bytes, matched: list[int], max_pages: int) -> MissCounts:
+        """Why the whole pages after ``matched``, up to ``max_pages``, were not found."""
+        ...
+
+    def insert(self, page: int, parent: int | None, salt: bytes, token_bytes: bytes) -> int:
+        """The page that holds this prefix from now on: ``page``, or the one that held it before."""
+        ...
+
+    def remove(self, page: int, remember: bool) -> int | None:
+        """Takes a leaf out; returns its parent if that is a leaf now. ``remember``: as evicted."""
+        ...
+
+    def fingerprint(self, page: int) -> int:
+        """Fingerprint of a page of the index."""
+        ...
+
+    def has_children(self, page: int) -> bool:
+        """Whether longer prefixes hang on ``page``."""
+        ...
+
+    def depth(self, page: int) -> int:
+        """Pages from the root to ``page``, itself included."""
+        ...
+
+    def salt(self, page: int) -> bytes:
+        """Salt of the tree that ``page`` stands in."""
+        ...
+
+    def pages(self) -> list[int]:
+        """All pages of the index, children before parents."""
+        ...
+
+    def key(self, page: int) -> Key | None:
+        """Its key; None: not in the index."""
+        ...
+
+    def check(self) -> list[Violation]:
+        """Invariants of the index alone."""
+        ...
+
+
+class EvictedPrefixes:
+    """Fingerprints of the last ``capacity`` evicted pages; older ones are forgotten and count as cold."""
+
+    def __init__(self, capacity: int) -> None:
+        self._ring = array("Q", bytes(8 * capacity))
+        self._places: dict[int, int] = {}
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, fingerprint: int) -> bool:
+        return fingerprint in self._places
+
+    def add(self, fingerprint: int) -> None:
+        """Remembers one, forgetting the oldest."""
+        if not self._ring:
+            return
+        at, places = self._next, self._places
+        oldest = self._ring[at]
+        if places.get(oldest) == at:
+            del places[oldest]
+        self._ring[at] = fingerprint
+        places[fingerprint] = at
+        self._next = (at + 1) % len(self._ring)
+
+    def discard(self, fingerprint: int) -> None:
+        """It is cached again."""
+        self._places.pop(fingerprint, None)
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._places.clear()
+
+
+class PrefixTrie:
+    """A tree of whole pages for each salt."""
+
+    def __init__(
+        self, num_pages: int, page_size: int, fingerprints: Fingerprinter, num_remembered: int
+    ) -> None:
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._fingerprinter = fingerprints
+        self._pages: dict[Key, int] = {}
+        self._keys: list[Key | None] = [None] * num_pages
+        self._num_children = array("I", bytes(4 * num_pages))
+        self._depths = array("I", bytes(4 * num_pages))
+        self._prints = array("Q", bytes(8 * num_pages))
+        self._evicted = EvictedPrefixes(num_remembered)
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def _split(self, tokens: "array[int]", num_pages: int) -> Iterator[bytes]:
+        size = self._page_bytes
+        raw = tokens[: num_pages * (size // TOKEN_BYTES)].tobytes()
+        return iter([raw[at : at + size] for at in range(0, len(raw) - size + 1, size)])
+
+    def match(self, tokens: "array[int]", salt: bytes, max_pages: int) -> list[int]:
+        """See PrefixIndex."""
+        found: list[int] = []
+        find = self._pages.get
+        above: int | bytes = salt
+        for token_bytes in self._split(tokens, max_pages):
+            page = find((above, token_bytes))
+            if page is None:
+                break
+            found.append(page)
+            above = page
+        return found
+
+    def classify(self, tokens: "array[int]", salt: bytes, matched: list[int], max_pages: int) -> MissCounts:
+        """See PrefixIndex.
+
+        Leaves go first, so whatever hangs below a page that nobody remembers was forgotten before it:
+        the first cold page ends the search, and a new prompt costs one fingerprint.
+        """
+        num_missing = max_pages - len(matched)
+        if num_missing <= 0 or not len(self._evicted):
+            return MissCounts(max(num_missing, 0), 0)
+        above = self._parent_print(matched[-1] if matched else None, salt)
+        num_evicted = 0
+        for number, token_bytes in enumerate(self._split(tokens, max_pages)):
+            if number < len(matched):
+                continue
+            mark = self._fingerprinter.of_page(above, token_bytes)
+            if mark not in self._evicted:
+                break
+            num_evicted += 1
+            above = mark.to_bytes(8, "little")
+        return MissCounts(num_missing - num_evicted, num_evicted)
+
+    def _parent_print(self, parent: int | None, salt: bytes) -> bytes:
+        if parent is None:
+            return self._fingerprinter.of_salt(salt)
+        return self._prints[parent].to_bytes(8, "little")
+
+    def insert(self, page: int, parent: int | None, salt: bytes, token_bytes: bytes) -> int:
+        """See PrefixIndex."""
+        key: Key = (salt if parent is None else parent, token_bytes)
+        known = self._pages.get(key)
+        if known is not None:
+            return known
+        assert self._keys[page] is None, f"page {page} would stand in two nodes: {self._keys[page]}, {key}"
+        assert len(token_bytes) == self._page_bytes, f"page {page} is not full: {len(token_bytes)} bytes"
+        self._pages[key] = page
+        self._keys[page] = key
+        mark = self._fingerprinter.of_page(self._parent_print(parent, salt), token_bytes)
+        self._prints[page] = mark
+        if parent is None:
+            self._depths[page] = 1
+        else:
+            self._num_children[parent] += 1
+            self._depths[page] = self._depths[parent] + 1
+        self._evicted.discard(mark)
+        return page
+
+    def remove(self, page: int, remember: bool) -> int | None:
+        """See PrefixIndex."""
+        key = self._keys[page]
+        assert key is not None, f"page {page} is not in the index"
+        assert not self._num_children[page], f"page {page} has {self._num_children[page]} children"
+        del self._pages[key]
+        self._keys[page] = None
+        if remember:
+            self._evicted.add(self._prints[page])
+        self._prints[page] = self._depths[page] = 0
+        parent = key[0]
+        if isinstance(parent, bytes):
+            return None
+        self._num_children[parent] -= 1
+        return parent if not self._num_children[parent] else None
+
+    def fingerprint(self, page: int) -> int:
+        """See PrefixIndex."""
+        return self._prints[page]
+
+    def has_children(self, page: int) -> bool:
+        """See PrefixIndex."""
+        return self._num_children[page] > 0
+
+    def depth(self, page: int) -> int:
+        """See PrefixIndex."""
+        return self._depths[page]
+
+    def salt(self, page: int) -> bytes:
+        """See PrefixIndex."""
+        key = self._keys[page]
+        while key is not None:
+            above = key[0]
+            if isinstance(above, bytes):
+                return above
+            key = self._keys[above]
+        raise AssertionError(f"page {page} is not in the index")
+
+    def pages(self) -> list[int]:
+        """See PrefixIndex."""
+        return sorted(self._pages.values(), key=self._depths.__getitem__, reverse=True)
+
+    def key(self, page: int) -> Key | None:
+        """See PrefixIndex."""
+        return self._keys[page]
+
+    def check(self) -> list[Violation]:
+        """See PrefixIndex; O(num_pages)."""
+        found = []
+        num_keys = sum([key is not None for key in self._keys])
+        if num_keys != len(self._pages) or num_keys != len(set(self._pages.values())):
+            found.append(Violation("trie", "nodes and pages that stand in one", len(self._pages), num_keys))
+        children = array("I", bytes(4 * len(self._keys)))
+        for page, key in enumerate(self._keys):
+            if key is None:
+                continue
+            if self._pages.get(key) != page:
+                found.append(Violation("trie", f"page under the key of {page}", page, self._pages.get(key)))
+            if not isinstance(key[0], bytes):
+                children[key[0]] += 1
+        for page, count in enumerate(children):
+            if count != self._num_children[page]:
+                found.append(Violation("trie", f"children of page {page}", count, self._num_children[page]))
+            if count and self._keys[page] is None:
+                found.append(Violation("trie", f"parent {page}", "in the index", "not"))
+        return found
+
+
+class NoSharing:
+    """The strategy without a cache: nothing is found, nothing is kept. Same interface as PrefixTrie."""
+
+    def match(self, tokens: "array[int]", salt: bytes, max_pages: int) -> list[int]:
+        """Nothing."""
+        return []
+
+    def classify(self, tokens: "array[int]", salt: bytes, matched: list[int], max_pages: int) -> MissCounts:
+        """All cold."""
+        return MissCounts(max_pages, 0)
+
+    def insert(self, page: int, parent: int | None, salt: bytes, token_bytes: bytes) -> int:
+        """Never called: the page cache does not seal without an index."""
+        raise AssertionError(f"page {page} sealed without a prefix index")
+
+    def remove(self, page: int, remember: bool) -> int | None:
+        """Never called: nothing is in it."""
+        raise AssertionError(f"page {page} is not in the index")
+
+    def fingerprint(self, page: int) -> int:
+        """None is known."""
+        return 0
+
+    def has_children(self, page: int) -> bool:
+        """Never."""
+        return False
+
+    def depth(self, page: int) -> int:
+        """Nowhere."""
+        return 0
+
+    def salt(self, page: int) -> bytes:
+        """Never called."""
+        raise AssertionError(f"page {page} is not in the index")
+
+    def pages(self) -> list[int]:
+        """None."""
+        return []
+
+    def key(self, page: int) -> Key | None:
+        """None."""
+        return None
+
+    def check(self) -> list[Violation]:
+        """Holds."""
+        return []

@@ -1,0 +1,251 @@
+"""The books of the control plane: every collection that scheduling reads and writes, in one place.
+
+Owns the sequences and how they leave: each one ends exactly once, and its row and pages go back
+exactly once, when no step in flight contains it any more (H3, H6). Decides nothing.
+"""
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+
+from worker.ids import Owner, Row, SequenceId
+from worker.pages.page_cache import PageCache
+from worker.scheduling.decode_batch import DecodeBatch, DecodeSpans
+from worker.scheduling.outbox import Outbox
+from worker.scheduling.output import BillCounters, FailureReason, FinishCode, SequenceEnd
+from worker.scheduling.rows import Rows
+from worker.scheduling.sequence import NO_ROW, Place, Request, Sequence
+from worker.scheduling.settings import SchedulerConfig
+from worker.scheduling.step import Step
+from worker.scheduling.timers import Timers
+from worker.scheduling.waiting import WaitingQueue
+from worker.stats import SequenceState, WaitReason
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A step that was planned and not yet committed."""
+
+    step: Step
+    decodes: DecodeSpans
+    prefills: list[Sequence]  # by span, after the decodes
+    dead: set[Sequence] = field(default_factory=set)  # ended since: their tokens are discarded
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counted since the start; see EngineCounts."""
+
+    prompt_tokens_computed: int = 0
+    output_tokens: int = 0
+    hit_tokens: int = 0
+    miss_cold_tokens: int = 0
+    miss_evicted_tokens: int = 0
+    unaligned_tokens: int = 0
+    preemptions: int = 0
+    preempted_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Held:
+    """References that outlive their use until a step in flight is over."""
+
+    after_step: int
+    pages: list[int]
+    owner: Owner
+    sequence: Sequence | None  # ended: its row goes back, too
+
+
+class Books:
+    """Mutable state of the scheduler; one engine thread, no locks."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.cache = PageCache(config.cache)
+        self.rows = Rows(config.max_running)
+        self.queue = WaitingQueue()
+        self.prefills: list[Sequence] = []  # by rank: PREFILL and SIBLING
+        self.batch = DecodeBatch(config.page_size)
+        self.in_flight: deque[InFlight] = deque()
+        self.held: list[Held] = []
+        self.sequences: dict[SequenceId, Sequence] = {}  # live
+        self.requests: dict[int, Request] = {}  # with live sequences, by number of the first
+        self.by_owner: dict[Owner, Sequence] = {}
+        self.timers = Timers()
+        self.outbox = Outbox()
+        self.totals = Totals()
+        self.step_number = 0  # last step planned
+        self.num_queued = 0  # requests that were not admitted yet
+        self.num_running_requests = 0
+        self.uncached_tokens = 0  # of the requests that were not admitted yet
+        self.repointed: list[tuple[Sequence, int]] = []  # page indexes to be written to their rows again
+        # For observers: from which page on a sequence changed, and who is gone.
+        self.changed: dict[Sequence, int] = {}
+        self.ended_owners: list[Owner] = []
+        self.ended_ids: list[SequenceId] = []
+
+    def set_clock(self, step: int, now: float) -> None:
+        """Page events from here on carry this step and time."""
+        self.cache.set_clock(step, max(0, int((now - self.config.start_time) * 1e6)))
+
+    def mark(self, sequence: Sequence, first_page: int) -> None:
+        """Pages from ``first_page`` on, or the state, changed."""
+        known = self.changed.get(sequence)
+        if known is None or first_page < known:
+            self.changed[sequence] = first_page
+
+    def num_running(self) -> int:
+        """Sequences with a row that did not end."""
+        return len(self.by_owner)
+
+    def add_prefill(self, sequence: Sequence) -> None:
+        """Has a row and tokens to compute, or waits for those of its leader."""
+        insort(self.prefills, sequence, key=lambda other: other.rank)
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Lost its row; it waits again, where its arrival puts it."""
+        sequence.place = Place.QUEUE
+        self.queue.add(sequence)
+        self.mark(sequence, 0)
+
+    # Rows.
+    def seat(self, sequence: Sequence) -> None:
+        """Gives it a row and an owner number."""
+        sequence.row, sequence.owner = self.rows.take()
+        sequence.state = SequenceState.PREFILL
+        sequence.wait_reason = WaitReason.NONE
+        self.by_owner[sequence.owner] = sequence
+        request = sequence.request
+        request.num_with_row += 1
+        if request.num_with_row == 1:
+            self.num_running_requests += 1
+        self.mark(sequence, 0)
+
+    def take_pages(self, sequence: Sequence, pages: list[int], is_hit: bool) -> None:
+        """Shares ``pages`` with it, as the next ones of its row."""
+        self.cache.acquire(pages, sequence.owner, is_hit)
+        self.mark(sequence, len(sequence.pages))
+        sequence.pages.extend(pages)
+        sequence.request.took(pages)
+
+    def _unseat(self, sequence: Sequence) -> None:
+        """Row, owner number and pages go back: now, or when the last step that contains it is over."""
+        last_step = self.step_number if sequence.place == Place.BATCH else sequence.last_step
+        request = sequence.request
+        request.num_with_row -= 1
+        if not request.num_with_row:
+            self.num_running_requests -= 1
+        request.gave(sequence.held_pages)
+        del self.by_owner[sequence.owner]
+        self.ended_owners.append(sequence.owner)
+        held = Held(last_step, sequence.held_pages, sequence.owner, sequence)
+        if self.in_flight and last_step >= self.in_flight[0].step.number:
+            self.held.append(held)
+        else:
+            self._give_back(held)
+
+    def hold_until_committed(self, page: int, owner: Owner, step: int) -> None:
+        """Keeps one reference until ``step`` is over: something in it still reads the page."""
+        self.held.append(Held(step, [page], owner, None))
+
+    def _give_back(self, held: Held) -> None:
+        self.cache.release(held.pages, held.owner)
+        if held.sequence is not None:
+            self.rows.give_back(held.sequence.row, held.owner)
+            held.sequence.row = Row(NO_ROW)
+            held.sequence.owner = Owner(0)
+
+    def release_held(self, committed: int) -> None:
+        """Step ``committed`` is over."""
+        if not self.held:
+            return
+        due = [held for held in self.held if held.after_step <= committed]
+        self.held = [held for held in self.held if held.after_step > committed]
+        for held in due:
+            self._give_back(held)
+
+    # Leaving.
+    def take_out(self, sequence: Sequence) -> None:
+        """Out of the collection it is in, and its row and pages back; its tokens in flight are void."""
+        place = sequence.place
+        if place == Place.QUEUE:
+            self.queue.remove(sequence)
+            return
+        if place == Place.BATCH:
+            self.batch.remove(sequence)
+        elif place in (Place.PREFILL, Place.SIBLING):
+            self.prefills.remove(sequence)
+        for record in self.in_flight:
+            record.dead.add(sequence)
+        self._unseat(sequence)
+        if sequence.request.leader is sequence:
+            self._elect(sequence.request)
+
+    def _elect(self, request: Request) -> None:
+        """The next sample that waits for the prompt computes it itself, for those after it."""
+        request.leader = next((s for s in request.samples if s.place == Place.SIBLING), None)
+        if request.leader is not None:
+            request.leader.place = Place.PREFILL
+
+    def end(
+        self,
+        sequence: Sequence,
+        code: FinishCode,
+        *,
+        with_token: bool = False,
+        failure: FailureReason | None = None,
+        message: str = "",
+        silent: bool = False,
+    ) -> None:
+        """The one end of a sequence."""
+        assert sequence.place != Place.ENDED, f"{sequence} ended twice, now as {code.name}"
+        request = sequence.request
+        room = len(sequence.pages) * self.config.page_size
+        request.tail_waste_slots += max(0, room - sequence.computed)
+        self._leave_queue(sequence)
+        place = sequence.place
+        if place != Place.QUEUE or self.is_queued(sequence):
+            self.take_out(sequence)
+        sequence.place = Place.ENDED
+        del self.sequences[sequence.id]
+        self.ended_ids.append(sequence.id)
+        self.changed.pop(sequence, None)
+        request.num_live -= 1
+        bill = None
+        if not request.num_live:
+            bill = self._bill(request)
+            del self.requests[request.samples[0].rank[1]]
+        if not silent:
+            end = SequenceEnd(sequence.id, code, sequence.num_output, bill, failure, message)
+            self.outbox.add_end(request.spec.source, end, with_token)
+
+    def is_queued(self, sequence: Sequence) -> bool:
+        """Whether the queue has an entry for it: samples that were not admitted share one."""
+        request = sequence.request
+        return request.admit_time is not None or request.leader is sequence
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        """A sample ends before its request was admitted: the entry passes to the next one."""
+        request = sequence.request
+        if request.admit_time is not None:
+            return
+        if request.num_live == 1:
+            self.num_queued -= 1
+            self.uncached_tokens -= request.uncached_tokens
+        elif request.leader is sequence:
+            self.queue.remove(sequence)
+            heir = next(s for s in request.samples if s.place == Place.QUEUE and s is not sequence)
+            request.leader = heir
+            self.queue.add(heir)
+
+    @staticmethod
+    def _bill(request: Request) -> BillCounters:
+        return BillCounters(
+            peak_pages=request.peak_pages,
+            reused_pages=request.reused_pages,
+            copied_pages=request.copied_pages,
+            tail_waste_slots=request.tail_waste_slots,
+            evictions_caused=request.evictions_caused,
+            preemptions=request.preemptions,
+            recomputed_tokens=request.recomputed_tokens,
+        )

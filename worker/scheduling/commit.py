@@ -1,0 +1,225 @@
+"""What follows from the outcome of a step: tokens appended, full pages sealed, sequences ended.
+
+Knows what may be kept of a step: nothing of a sequence that ended meanwhile or failed in it.
+"""
+
+from collections.abc import Sequence as Column
+
+from worker.scheduling.books import Books, InFlight
+from worker.scheduling.decode_batch import group_by_source
+from worker.scheduling.output import FailureReason, FinishCode
+from worker.scheduling.sequence import Place, Sequence
+from worker.scheduling.step import StepResult
+from worker.stats import SequenceState
+
+
+class Committer:
+    """Applies results in the order of their steps."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    def commit(self, record: InFlight, result: StepResult) -> None:
+        """The step of ``record``, the oldest in flight and taken out of there, is over."""
+        step = record.step
+        assert len(result.token_ids) == len(step.sampled), (
+            f"step {step.number}: {len(step.sampled)} tokens expected, {len(result.token_ids)} came"
+        )
+        # First what only waited for this step: a page copied from goes back before those above it,
+        # which its holder may release below (eviction.py relies on children first).
+        self._books.release_held(step.number)
+        self._commit_decodes(record, result)
+        if record.prefills:
+            self._commit_prompts(record, result)
+
+    # One token each.
+    def _commit_decodes(self, record: InFlight, result: StepResult) -> None:
+        num_decode = record.step.num_decode
+        if not num_decode:
+            return
+        spans, logprobs = record.decodes, result.logprobs
+        sequences, appends, groups = spans.sequences, spans.appends, spans.groups
+        tokens = result.token_ids if len(result.token_ids) == num_decode else result.token_ids[:num_decode]
+        failed: list[tuple[Sequence, str]] = []
+        if record.dead or result.failed:
+            dead = record.dead
+            failed = [
+                (sequences[at], why)
+                for at, why in sorted(result.failed.items())
+                if at < num_decode and sequences[at] not in dead
+            ]
+            kept = [at for at, s in enumerate(sequences) if s not in dead and at not in result.failed]
+            logprobs = {new: logprobs[at] for new, at in enumerate(kept) if at in logprobs}
+            sequences = [sequences[at] for at in kept]
+            appends = [appends[at] for at in kept]
+            tokens = [tokens[at] for at in kept]
+            groups = group_by_source(sequences)
+        for append, token_id in zip(appends, tokens, strict=True):
+            append(token_id)
+        self._books.totals.output_tokens += len(tokens)
+        codes = bytearray(len(tokens))
+        ended: list[tuple[int, Sequence]] = []
+        if not spans.stop_ids.isdisjoint(tokens) or spans.last:
+            ended = self._find_ends(sequences, tokens, spans.stop_ids, spans.last, codes)
+        self._books.outbox.add_tokens(groups, tokens, codes, logprobs)
+        self._seal_full(spans.filling, record, failed)
+        for at, sequence in ended:
+            self._books.end(sequence, FinishCode(codes[at]), with_token=True)
+        for sequence, why in failed:
+            self._fail(sequence, why)
+
+    def _find_ends(
+        self,
+        sequences: list[Sequence],
+        tokens: Column[int],
+        stop_ids: frozenset[int],
+        last: list[Sequence],
+        codes: bytearray,
+    ) -> list[tuple[int, Sequence]]:
+        """Who ends with this token, by index; writes the codes."""
+        ended = []
+        at_limit = set(last)
+        for at, (sequence, token_id) in enumerate(zip(sequences, tokens, strict=True)):
+            if token_id in stop_ids or sequence in at_limit:
+                code = self._finish_code(sequence, token_id)
+                if code:
+                    codes[at] = code
+                    ended.append((at, sequence))
+        return ended
+
+    @staticmethod
+    def _finish_code(sequence: Sequence, token_id: int) -> FinishCode:
+        """Whether the token that was just appended is the last, and why."""
+        params = sequence.request.spec.params
+        if token_id in sequence.stop_ids and sequence.num_output > params.min_tokens:
+            return FinishCode.EOS if token_id in sequence.eos_ids else FinishCode.STOP_TOKEN
+        if len(sequence.tokens) >= sequence.limit:
+            by_count = sequence.num_output >= params.max_tokens
+            return FinishCode.MAX_TOKENS if by_count else FinishCode.CONTEXT_LENGTH
+        return FinishCode.NONE
+
+    def _seal_full(
+        self, sequences: list[Sequence], record: InFlight, failed: list[tuple[Sequence, str]]
+    ) -> None:
+        broken = {sequence for sequence, _ in failed}
+        for sequence in sequences:
+            if sequence not in record.dead and sequence not in broken:
+                self._seal(sequence)
+
+    # Prompts.
+    def _commit_prompts(self, record: InFlight, result: StepResult) -> None:
+        step = record.step
+        place = {at: number for number, at in enumerate(step.sampled)} if record.prefills else {}
+        for number, sequence in enumerate(record.prefills):
+            at = step.num_decode + number
+            if sequence in record.dead:
+                continue
+            if at in result.failed:
+                self._fail(sequence, result.failed[at])
+                continue
+            self._commit_piece(sequence, step.starts[at], step.ends[at], result, at)
+            if at in place:
+                self._first_token(sequence, result.token_ids[place[at]], result, at)
+
+    def _commit_piece(self, sequence: Sequence, start: int, end: int, result: StepResult, at: int) -> None:
+        books, request = self._books, sequence.request
+        books.totals.prompt_tokens_computed += end - start
+        sequence.num_computed = end
+        self._seal(sequence)
+        if request.spec.params.prompt_logprobs is not None and not request.prompt_logprobs_sent:
+            self._add_prompt_logprobs(sequence, start, result, at)
+        if request.leader is sequence and end >= sequence.num_prompt:
+            self._fork(sequence)
+
+    def _add_prompt_logprobs(self, sequence: Sequence, start: int, result: StepResult, at: int) -> None:
+        """Keeps what follows on what is there: after a preemption positions come again (B038)."""
+        request = sequence.request
+        known = request.prompt_logprobs
+        if not known:
+            known.append(None)
+        fresh = result.prompt_logprobs.get(at, ())
+        if start < len(known):
+            known.extend(fresh[len(known) - start - 1 :])
+        if len(known) >= sequence.num_prompt:
+            request.prompt_logprobs_sent = True
+            self._books.outbox.add_prompt_logprobs(
+                request.spec.source, request.samples[0].id, request.prompt_logprobs
+            )
+            request.prompt_logprobs = []
+
+    def _fork(self, leader: Sequence) -> None:
+        """The samples that waited share the whole pages before the last prompt token.
+
+        The page with that token is theirs alone: the other prompt tokens in it are copied, the last is
+        computed by each sample, for its own logits.
+        """
+        books, request = self._books, leader.request
+        request.leader = None
+        last = leader.num_prompt - 1
+        num_shared = last // books.config.page_size
+        for sample in request.samples:
+            if sample.place != Place.SIBLING:
+                continue
+            sample.place = Place.PREFILL
+            sample.looked_up = True
+            books.take_pages(sample, leader.pages[:num_shared], is_hit=False)
+            sample.num_sealed = min(leader.num_sealed, num_shared)
+            sample.can_seal = leader.can_seal
+            sample.num_computed = sample.num_launched = last
+            if last % books.config.page_size:
+                source = leader.pages[num_shared]
+                books.cache.acquire([source], sample.owner, is_hit=False)
+                request.took([source])
+                sample.copy_source = source
+
+    def _first_token(self, sequence: Sequence, token_id: int, result: StepResult, at: int) -> None:
+        """The prompt is computed, and the next token came with it."""
+        books = self._books
+        sequence.append(token_id)
+        sequence.state = SequenceState.DECODE
+        books.mark(sequence, len(sequence.pages))
+        books.totals.output_tokens += 1
+        code = self._finish_code(sequence, token_id)
+        logprobs = {0: result.logprobs[at]} if at in result.logprobs else {}
+        books.outbox.add_tokens(group_by_source([sequence]), [token_id], bytearray((code,)), logprobs)
+        if code:
+            books.end(sequence, code, with_token=True)
+
+    def _fail(self, sequence: Sequence, why: str) -> None:
+        self._books.end(sequence, FinishCode.FAILED, failure=FailureReason.INTERNAL, message=why)
+
+    # Pages.
+    def _seal(self, sequence: Sequence) -> None:
+        """Full, computed and committed pages enter the prefix index, in order."""
+        if not sequence.can_seal or not self._books.config.cache.sharing:
+            return
+        books, page_size = self._books, self._books.config.page_size
+        pages, spec = sequence.pages, sequence.request.spec
+        while (sequence.num_sealed + 1) * page_size <= sequence.computed:
+            index = sequence.num_sealed
+            parent = pages[index - 1] if index else None
+            if parent is not None and not books.cache.pool.is_sealed(parent):
+                sequence.can_seal = False  # a flush took the page before it out of the index
+                return
+            token_bytes = sequence.tokens[index * page_size : (index + 1) * page_size].tobytes()
+            page = pages[index]
+            kept = books.cache.seal(page, parent, spec.cache_salt, token_bytes, sequence.owner)
+            if kept != page:
+                self._repoint(sequence, index, kept)
+            sequence.num_sealed = index + 1
+
+    def _repoint(self, sequence: Sequence, index: int, page: int) -> None:
+        """The same tokens are cached in another page: the row points there before ours is freed (H1)."""
+        books = self._books
+        ours = sequence.pages[index]
+        books.cache.acquire([page], sequence.owner, is_hit=False)
+        sequence.pages[index] = page
+        books.repointed.append((sequence, index))
+        books.mark(sequence, index)
+        sequence.request.took([page])
+        if sequence.request.page_counts is not None:
+            sequence.request.gave([ours])
+        if books.in_flight:
+            books.hold_until_committed(ours, sequence.owner, books.in_flight[-1].step.number)
+        else:
+            books.cache.release([ours], sequence.owner)

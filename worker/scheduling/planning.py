@@ -1,0 +1,349 @@
+"""The next step: running sequences one token each, then pieces of prompts, in one mixed batch.
+
+Decides tokens and pages together: every page of the step is counted while it is planned, and all are
+allocated in one call at the end (S1-21). Running sequences go first; a piece of a prompt shrinks to
+what is left of tokens and pages.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+
+from worker.ids import Owner, PageId
+from worker.scheduling.admission import Admission
+from worker.scheduling.books import Books, InFlight
+from worker.scheduling.decode_batch import DecodeSpans
+from worker.scheduling.preemption import choose_victim, preempt
+from worker.scheduling.sequence import Place, Sequence
+from worker.scheduling.step import PageCopy, RowStart, Step
+from worker.stats import WaitReason
+
+
+@dataclass(slots=True)
+class PromptSpan:
+    """Tokens start .. end - 1 of a prompt (or of what a preempted sequence computes again)."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class Plan:
+    """What is decided so far of one step."""
+
+    spans: list[PromptSpan] = field(default_factory=list)
+    owners: "array[int]" = field(default_factory=lambda: array("H"))  # one per page to be allocated
+    takers: list[tuple[Sequence, int]] = field(default_factory=list)  # whose pages, how many, same order
+    claims: dict[Sequence, int] = field(default_factory=dict)  # pages per sequence with a prompt
+
+    def claim(self, sequence: Sequence, num_pages: int) -> None:
+        """Pages that this sequence gets at the end."""
+        if num_pages:
+            self.owners.extend((sequence.owner,) * num_pages)
+            self.takers.append((sequence, num_pages))
+
+
+@dataclass(slots=True)
+class TableWrites:
+    """Columns of Step.new_page_*: pages that become part of a row."""
+
+    rows: "array[int]" = field(default_factory=lambda: array("i"))
+    indexes: "array[int]" = field(default_factory=lambda: array("i"))
+    ids: "array[int]" = field(default_factory=lambda: array("i"))
+
+    def add(self, sequence: Sequence, first: int) -> None:
+        """All pages of a sequence from number ``first`` on."""
+        pages = sequence.pages[first:]
+        self.rows.extend((sequence.row,) * len(pages))
+        self.indexes.extend(range(first, first + len(pages)))
+        self.ids.extend(pages)
+
+
+class Planner:
+    """Plans one step at a time."""
+
+    def __init__(self, books: Books, admission: Admission) -> None:
+        self._books = books
+        self._admission = admission
+        self.blocked: dict[Sequence, WaitReason] = {}  # looked at in the last step, and why not
+
+    def plan(self, now: float) -> Step | None:
+        """The next step with its pages; None: nothing can run before a step in flight is committed."""
+        books = self._books
+        books.set_clock(books.step_number + 1, now)
+        if not self._make_room():
+            return None
+        plan = Plan()
+        for sequence in books.batch.at_edge():
+            plan.claim(sequence, 1)
+        budget = books.config.max_step_tokens - len(books.batch)
+        budget = self._continue_prompts(plan, budget)
+        budget = self._admit(plan, budget, now)
+        self._spend_rest(plan, budget)
+        if not plan.spans and not len(books.batch):
+            return None
+        return self._build(plan)
+
+    # Pages for those who run.
+    def _make_room(self) -> bool:
+        """Sees to it that everybody in the batch can go on; False: commit the step in flight first."""
+        books = self._books
+        while self._num_short() > 0:
+            if books.in_flight:
+                return False
+            victim = choose_victim(books)
+            if victim is not None:
+                preempt(books, victim)
+            else:
+                self._give_up_copy()
+        return True
+
+    def _give_up_copy(self) -> None:
+        """The only one left holds a page just to copy from it: it computes those tokens itself."""
+        books = self._books
+        sequence = next((s for s in books.prefills if s.copy_source is not None), None)
+        assert sequence is not None, f"{books.batch.at_edge()}, {books.prefills} cannot run alone"
+        assert sequence.copy_source is not None
+        books.cache.release([sequence.copy_source], sequence.owner)
+        sequence.request.gave([sequence.copy_source])
+        sequence.copy_source = None
+        sequence.num_launched = sequence.num_computed = len(sequence.pages) * books.config.page_size
+
+    def _num_short(self) -> int:
+        books = self._books
+        missing = len(books.batch.at_edge()) - books.cache.num_available
+        if missing < 0 or not books.prefills:
+            return missing
+        return missing + self._first_needs_page()
+
+    def _first_needs_page(self) -> bool:
+        """Whether the one that goes before all others is a prompt that cannot go on without a page.
+
+        Everybody else may wait for pages to come back; if the first did, nobody might ever move.
+        """
+        first = next((s for s in self._books.prefills if s.place == Place.PREFILL), None)
+        if first is None or first.num_launched < len(first.pages) * self._books.config.page_size:
+            return False
+        return all(first.rank < sequence.rank for sequence in self._books.batch.sequences)
+
+    # Prompts.
+    def _room(self, plan: Plan) -> int:
+        return self._books.cache.num_available - len(plan.owners)
+
+    def _continue_prompts(self, plan: Plan, budget: int) -> int:
+        books = self._books
+        prompts = [sequence for sequence in books.prefills if sequence.place == Place.PREFILL]
+        for number, sequence in enumerate(prompts):
+            if budget <= 0:
+                break
+            if not sequence.looked_up:
+                self._look_up(sequence, plan)
+            is_last = number == len(prompts) - 1 and not len(books.queue)
+            budget -= self._take_piece(plan, sequence, budget, is_last)
+        return budget
+
+    def _look_up(self, sequence: Sequence, plan: Plan) -> None:
+        """A sample that waited for another one's prompt computes it itself."""
+        found = self._admission.need(sequence).lookup
+        sequence.looked_up = True
+        if found.num_unreferenced <= self._room(plan):
+            self._admission.take_over(sequence, found)
+
+    def _take_piece(self, plan: Plan, sequence: Sequence, budget: int, is_last: bool) -> int:
+        """Adds a span of at most ``budget`` tokens; returns its length.
+
+        A piece that leaves its prompt unfinished takes at most three quarters of what is left while
+        others wait, so that a short prompt behind long ones starts within a few steps (B040).
+        """
+        books = self._books
+        start = sequence.num_launched
+        wanted = len(sequence.tokens) - start
+        if wanted > budget:
+            wanted = budget if is_last else max(1, budget - budget // 4)
+        if books.config.max_chunk_tokens:
+            wanted = min(wanted, books.config.max_chunk_tokens)
+        span = PromptSpan(sequence, start, start)
+        if not self._extend(plan, span, wanted):
+            return 0
+        plan.spans.append(span)
+        return span.end - span.start
+
+    def _extend(self, plan: Plan, span: PromptSpan, num_tokens: int) -> int:
+        """Makes a span longer by at most so many tokens, as far as there are pages; by how many."""
+        sequence, page_size = span.sequence, self._books.config.page_size
+        num_pages = len(sequence.pages) + plan.claims.get(sequence, 0)
+        most = (num_pages + self._room(plan)) * page_size
+        end = min(span.end + num_tokens, most)
+        if end <= span.end:
+            return 0
+        needed = max(0, self._books.cache.pages_for(end) - num_pages)
+        plan.claim(sequence, needed)
+        plan.claims[sequence] = plan.claims.get(sequence, 0) + needed
+        gained, span.end = end - span.end, end
+        return gained
+
+    def _promised(self, plan: Plan) -> int:
+        """Pages that prompts which were let in will still need."""
+        books = self._books
+        promised = 0
+        for sequence in books.prefills:
+            if sequence.place == Place.SIBLING:
+                promised += 1
+            else:
+                have = len(sequence.pages) + plan.claims.get(sequence, 0)
+                promised += max(0, books.cache.pages_for(sequence.num_final_tokens) - have)
+        return promised
+
+    def _admit(self, plan: Plan, budget: int, now: float) -> int:
+        """Lets in whom there is room for, in order; few may pass one that does not fit, and not for ever."""
+        books, config = self._books, self._books.config
+        self.blocked = {}
+        at = 0
+        while budget > 0 and at < len(books.queue) and len(self.blocked) < config.max_scanned:
+            sequence = books.queue.first(at + 1)[at]
+            reason, need = self._admission.why_not(sequence, self._room(plan), self._promised(plan))
+            if reason != WaitReason.NONE or need is None:
+                self.blocked[sequence] = sequence.wait_reason = reason
+                if sequence.skips >= config.max_skips:
+                    break
+                at += 1
+                continue
+            for passed in self.blocked:
+                passed.skips += 1
+            self._admission.admit(sequence, need, now)
+            budget -= self._take_piece(plan, sequence, budget, not len(books.queue))
+        return budget
+
+    def _spend_rest(self, plan: Plan, budget: int) -> None:
+        """What nobody else could use goes to the first prompts that are not finished."""
+        most = self._books.config.max_chunk_tokens
+        for span in plan.spans:
+            if budget <= 0:
+                return
+            rest = len(span.sequence.tokens) - span.end
+            if most:
+                rest = min(rest, most - (span.end - span.start))
+            if rest > 0:
+                budget -= self._extend(plan, span, min(rest, budget))
+
+    # The step.
+    def _build(self, plan: Plan) -> Step:
+        books = self._books
+        books.step_number += 1
+        number = books.step_number
+        writes = TableWrites()
+        copies = self._hand_out(plan, writes)
+        starts = self._begin_rows(plan, writes)
+        decodes = books.batch.advance()
+        for sequence in decodes.last:
+            sequence.last_step = number
+        step = self._step(number, plan, decodes, writes, copies, starts)
+        books.in_flight.append(InFlight(step, decodes, [span.sequence for span in plan.spans]))
+        self._move_on(plan, number)
+        return step
+
+    def _hand_out(self, plan: Plan, writes: TableWrites) -> list[PageCopy]:
+        """Allocates the pages of the whole step in one call and gives them to their sequences."""
+        books = self._books
+        num_evicted = max(0, len(plan.owners) - books.cache.pool.num_free)
+        pages = books.cache.allocate(plan.owners)
+        assert pages is not None, f"{len(plan.owners)} pages planned, {books.cache.num_available} available"
+        for owner in plan.owners[len(plan.owners) - num_evicted :]:
+            books.by_owner[Owner(owner)].request.evictions_caused += 1
+        for sequence, index in books.repointed:
+            if index < sequence.num_written and sequence.owner:
+                writes.rows.append(sequence.row)
+                writes.indexes.append(index)
+                writes.ids.append(sequence.pages[index])
+        books.repointed.clear()
+        at = 0
+        copies: list[PageCopy] = []
+        for sequence, count in plan.takers:
+            taken = pages[at : at + count]
+            at += count
+            first = len(sequence.pages)
+            sequence.pages.extend(taken)
+            if sequence.request.page_counts is not None:
+                sequence.request.took(taken)
+            books.mark(sequence, first)
+            if sequence.place == Place.BATCH:
+                writes.add(sequence, first)
+                sequence.num_written = first + count
+            elif sequence.copy_source is not None:
+                copies.append(self._copy(sequence, taken[0]))
+        assert at == len(pages), f"{len(pages)} pages allocated, {at} handed out"
+        return copies
+
+    def _copy(self, sequence: Sequence, target: int) -> PageCopy:
+        """The rest of the prompt comes from the sample that computed it; kept until the copy is made."""
+        books, source = self._books, sequence.copy_source
+        assert source is not None
+        sequence.copy_source = None
+        books.cache.pool.copied(target, source, sequence.owner)
+        sequence.request.copied_pages += 1
+        sequence.request.gave([source])
+        books.hold_until_committed(source, sequence.owner, books.step_number)
+        return PageCopy(PageId(source), PageId(target))
+
+    def _begin_rows(self, plan: Plan, writes: TableWrites) -> list[RowStart]:
+        started = []
+        for span in plan.spans:
+            sequence = span.sequence
+            if not sequence.started:
+                sequence.started = True
+                started.append(
+                    RowStart(
+                        row=sequence.row,
+                        sequence_id=sequence.id,
+                        choice_index=sequence.choice_index,
+                        token_ids=sequence.tokens[:],
+                        num_prompt_tokens=sequence.num_prompt,
+                        params=sequence.request.spec.params,
+                        eos_token_ids=sequence.eos_ids,
+                    )
+                )
+            writes.add(sequence, sequence.num_written)
+            sequence.num_written = len(sequence.pages)
+        return started
+
+    @staticmethod
+    def _step(
+        number: int,
+        plan: Plan,
+        decodes: DecodeSpans,
+        writes: TableWrites,
+        copies: list[PageCopy],
+        started: list[RowStart],
+    ) -> Step:
+        num_decode = len(decodes.sequences)
+        spans = plan.spans
+        finished = [num_decode + at for at, span in enumerate(spans) if span.end == len(span.sequence.tokens)]
+        return Step(
+            number=number,
+            sequence_ids=decodes.sequence_ids + [span.sequence.id for span in spans],
+            rows=decodes.rows + array("i", [span.sequence.row for span in spans]),
+            starts=decodes.starts + array("i", [span.start for span in spans]),
+            ends=decodes.ends + array("i", [span.end for span in spans]),
+            sampled=[*range(num_decode), *finished] if spans else range(num_decode),
+            num_decode=num_decode,
+            row_starts=started,
+            page_copies=copies,
+            new_page_rows=writes.rows,
+            new_page_indexes=writes.indexes,
+            new_page_ids=writes.ids,
+        )
+
+    def _move_on(self, plan: Plan, number: int) -> None:
+        """Prompts advance by what is in flight; a finished one decodes from the next step on."""
+        books = self._books
+        for span in plan.spans:
+            sequence = span.sequence
+            sequence.num_launched = span.end
+            sequence.last_step = number
+            if span.end < len(sequence.tokens):
+                continue
+            books.prefills.remove(sequence)
+            if len(sequence.tokens) + 1 < sequence.limit:
+                books.batch.add(sequence, len(sequence.tokens))
+            else:
+                sequence.place = Place.LAST

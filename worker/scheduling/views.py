@@ -1,0 +1,159 @@
+"""Frozen views of sequences for observers on other threads.
+
+Reads the books, keeps nothing but what was handed over last.
+"""
+
+from array import array
+from dataclasses import dataclass
+from typing import cast
+
+from worker.ids import PageId, Row, SequenceId, Slot
+from worker.pages.snapshot import PoolSnapshot
+from worker.scheduling.books import Books
+from worker.scheduling.sequence import Place, Sequence
+from worker.stats import EngineCounts, SequenceView, WaitReason
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What happened to sequences since the last time. Apply ``ended`` before ``views``: owners are reused."""
+
+    ended_owners: "array[int]"  # 'H': gave their owner number back (ended, or preempted)
+    ended_ids: tuple[SequenceId, ...]  # ended for good, those that only waited included
+    views: tuple[SequenceView, ...]  # new, or pages or state changed; pages from first_page_index on
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Tokens with KV of every running sequence; columns of equal length."""
+
+    owners: "array[int]"  # 'H'
+    token_counts: "array[int]"  # 'I'
+
+
+def view(books: Books, sequence: Sequence, first_page: int = 0) -> SequenceView:
+    """One sequence, its pages from ``first_page`` on."""
+    spec, prefix = sequence.request.spec, sequence.request.prefix
+    waits = sequence.place == Place.QUEUE
+    return SequenceView(
+        sequence_id=sequence.id,
+        request_id=spec.request_id,
+        choice_index=sequence.choice_index,
+        owner=sequence.owner,
+        row=None if waits else sequence.row,
+        state=sequence.state,
+        page_ids=cast("tuple[PageId, ...]", tuple(sequence.pages[first_page:])),
+        first_page_index=first_page,
+        token_count=sequence.computed,
+        prompt_tokens=sequence.num_prompt,
+        prefix=None
+        if prefix is None
+        else (
+            prefix.hit_tokens,
+            prefix.miss_cold_tokens,
+            prefix.miss_evicted_tokens,
+            prefix.unaligned_tokens,
+        ),
+        priority=spec.priority,
+        preemptions=sequence.preemptions,
+        receive_time_ns=spec.receive_time_ns,
+        wait_reason=sequence.wait_reason if waits else WaitReason.NONE,
+        needed_pages=books.cache.pages_for(sequence.num_final_tokens) if waits else 0,
+        tenant=spec.tenant,
+        labels=spec.labels,
+    )
+
+
+def take_changes(books: Books) -> Changes:
+    """Everything since the last call."""
+    changed, books.changed = books.changed, {}
+    owners, books.ended_owners = books.ended_owners, []
+    ids, books.ended_ids = books.ended_ids, []
+    views = [view(books, sequence, first) for sequence, first in changed.items()]
+    return Changes(array("H", owners), tuple(ids), tuple(views))
+
+
+def progress(books: Books) -> Progress:
+    """Where running sequences stand."""
+    running = books.by_owner
+    counts = array("I", [sequence.computed for sequence in running.values()])
+    return Progress(array("H", cast("dict[int, Sequence]", running)), counts)
+
+
+def counts(books: Books, blocked: dict[Sequence, WaitReason]) -> EngineCounts:
+    """Totals, and what the engine holds now; waiting reasons add up to the waiting requests."""
+    num_waiting = len(books.requests) - books.num_running_requests
+    reasons = dict.fromkeys(WaitReason, 0)
+    for sequence, reason in blocked.items():
+        if sequence.place == Place.QUEUE and not sequence.request.num_with_row:
+            reasons[reason] += 1
+    reasons[WaitReason.PRIORITY] += num_waiting - sum(reasons.values())
+    totals = books.totals
+    return EngineCounts(
+        running_sequences=books.num_running(),
+        running_requests=books.num_running_requests,
+        waiting_requests=num_waiting,
+        waiting_by_reason=reasons,
+        waiting_uncached_tokens=books.uncached_tokens,
+        prompt_tokens_computed_total=totals.prompt_tokens_computed,
+        output_tokens_total=totals.output_tokens,
+        hit_tokens_total=totals.hit_tokens,
+        miss_cold_tokens_total=totals.miss_cold_tokens,
+        miss_evicted_tokens_total=totals.miss_evicted_tokens,
+        unaligned_tokens_total=totals.unaligned_tokens,
+        preemptions_total=totals.preemptions,
+        preempted_tokens_total=totals.preempted_tokens,
+        allocation_failures_total=books.cache.num_allocation_failures,
+        capacity_evictions_total=books.cache.num_capacity_evictions,
+        flush_evictions_total=books.cache.num_flush_evictions,
+    )
+
+
+def snapshot(books: Books, sequences: tuple[SequenceView, ...]) -> PoolSnapshot:
+    """Planes of the pool, completed by what only sequences know: owners and filled slots."""
+    planes = books.cache.pool.planes()
+    page_size, owners, filled = books.config.page_size, planes.owners, planes.filled_slots
+    youngest_first = sorted(books.by_owner.values(), key=lambda sequence: -sequence.rank[1])
+    for sequence in youngest_first:
+        pages, num_tokens = sequence.pages, sequence.computed
+        for page in pages:
+            owners[page] = sequence.owner
+        for index in range(sequence.num_sealed, len(pages)):
+            filled[pages[index]] = max(0, min(page_size, num_tokens - index * page_size))
+    return PoolSnapshot(
+        number=books.cache.events.number,
+        step=books.cache.events.step,
+        time_us=books.cache.events.time_us,
+        page_size=page_size,
+        states=planes.states,
+        flags=planes.flags,
+        ref_counts=planes.ref_counts,
+        filled_slots=filled,
+        owners=owners,
+        hit_counts=planes.hit_counts,
+        parent_page_ids=planes.parent_page_ids,
+        born_ms=planes.born_ms,
+        used_ms=planes.used_ms,
+        fingerprints=planes.fingerprints,
+        counts=books.cache.pool.counts_by_state(),
+        sequences=sequences,
+    )
+
+
+def rows_for_audit(books: Books, limit: int) -> dict[Row, list[Slot]]:
+    """What the device has to have in some rows after the last step that was scheduled.
+
+    Whole pages: slots behind the last token are valid, too (S1-25). Rows whose pages were exchanged
+    since are left out until that is written.
+    """
+    page_size = books.config.page_size
+    stale = {sequence for sequence, _ in books.repointed}
+    started = [s for s in books.by_owner.values() if s.started and s not in stale]
+    first = books.step_number % len(started) if started else 0
+    found: dict[Row, list[Slot]] = {}
+    for sequence in (started[first:] + started[:first])[:limit]:
+        slots: list[Slot] = []
+        for page in sequence.pages[: sequence.num_written]:
+            slots += [Slot(slot) for slot in range(page * page_size, (page + 1) * page_size)]
+        found[sequence.row] = slots
+    return found
