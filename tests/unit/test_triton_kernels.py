@@ -1,5 +1,6 @@
 """The Triton kernels on CPU tensors, through Triton's interpreter, against the reference operations."""
 
+import dataclasses
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before the imports below
@@ -18,6 +19,7 @@ from kernels.rms_norm import add_rms_norm, rms_norm  # noqa: E402
 from kernels.rotary_store import rotary_store  # noqa: E402
 from kernels.silu_mul import silu_mul  # noqa: E402
 from kernels.store_kv import store_kv  # noqa: E402
+from kernels.triton_backend import TritonBackend  # noqa: E402
 
 SHAPES = [  # heads, KV heads, head_dim, page size, kv lengths, query lengths
     (4, 2, 64, 16, [1, 130, 300], [1, 130, 7]),
@@ -150,3 +152,20 @@ def test_matvec_with_its_prologue_and_epilogues_equals_the_plain_product(num_row
     torch.testing.assert_close(matvec(x, weight, residual=residual), expected, **close)
     gated = matvec(x, weight, norm=norm, eps=1e-5, gated=True)
     torch.testing.assert_close(gated, reference.silu_mul(normed @ weight.T), rtol=1e-4, atol=1e-2)
+
+
+def test_the_backend_runs_mixed_steps_like_the_reference_backend():
+    """B088: ragged spans of decode and prefill in one step; M-31: a token attends to itself."""
+    heads, kv_heads, dim, page = 6, 2, 32, 4
+    q, kv, batch = problem(heads, kv_heads, dim, page, [130, 9, 64, 7], [1, 1, 10, 7])
+    slots = [batch.page_table[i, n - m : n] for i, (n, m) in enumerate([(130, 1), (9, 1), (64, 10), (7, 7)])]
+    batch = dataclasses.replace(batch, num_decode=2, write_slots=torch.cat(slots))
+    k, v = torch.randn(19, kv_heads, dim), torch.randn(19, kv_heads, dim)
+    copy = KvLayer(kv.k.clone(), kv.v.clone())
+    backends = (TritonBackend(heads, kv_heads, dim, max_context=320), reference.ReferenceBackend())
+    results = []
+    for backend, pool in zip(backends, (kv, copy), strict=True):
+        backend.plan(batch)
+        results.append(backend.run(pool, q, k, v, scale=dim**-0.5))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(kv.k.nan_to_num(), copy.k.nan_to_num(), rtol=0, atol=0)
