@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from kvatlas.models.resolve import resolve_model
 from torch import Tensor
 
 from kernels.reference import attention
+from kvatlas.models.resolve import resolve_model
 from worker.model.layers import TorchEmbedding, TorchLinear
 from worker.model.llama import Model
 from worker.model.source import load_model, open_checkpoint

@@ -1,4 +1,4 @@
-"""Logits of tiny random checkpoints against transformers in fp32: families, GQA, rope, biases, norms, heads."""
+"""Logits of tiny random checkpoints against transformers in fp32: families, GQA, rope, biases, heads."""
 
 from pathlib import Path
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from kvatlas.models.resolve import resolve_model
 from torch import Tensor
 
 from kernels.reference import attention
+from kvatlas.models.resolve import resolve_model
 from worker.model.llama import Model
 from worker.model.source import load_model
 

@@ -1,11 +1,13 @@
 """Damaged GGUF files: whatever the bytes, the reader answers with a file or a ModelError."""
 
+import contextlib
 import struct
 import tempfile
 from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvatlas.models.errors import ModelError
 from kvatlas.models.gguf import GgufArray, GgufFile
 
@@ -58,10 +60,8 @@ def test_damage_is_a_model_error_or_harmless(edits: list[tuple[int, int]], lengt
     raw = bytearray(WHOLE)
     for place, value in edits:
         raw[place] = value
-    try:
+    with contextlib.suppress(ModelError):  # and nothing else
         read_all(bytes(raw[:length]))
-    except ModelError as error:
-        assert str(error)
 
 
 @settings(max_examples=200, deadline=None)
@@ -69,7 +69,5 @@ def test_damage_is_a_model_error_or_harmless(edits: list[tuple[int, int]], lengt
 def test_any_length_or_count_may_lie(start: int, value: int) -> None:
     raw = bytearray(WHOLE)
     raw[start : start + 8] = struct.pack("<Q", value)
-    try:
+    with contextlib.suppress(ModelError):
         read_all(bytes(raw))
-    except ModelError as error:
-        assert str(error)

@@ -7,6 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+
 from kvatlas.models.errors import ModelError, ModelErrorReason
 from kvatlas.models.gguf import TENSOR_TYPES, GgufFile
 

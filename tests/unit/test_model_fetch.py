@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from kvatlas.models.errors import ModelError, ModelErrorReason
 from kvatlas.models.progress import FetchProgress
 from kvatlas.models.pypi import PackagedModel, fetch_member

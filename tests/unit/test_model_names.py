@@ -1,9 +1,10 @@
-"""Names to files: every scheme, what is said when a name means nothing, and revisions that tell files apart."""
+"""Names to files: every scheme, what is said when a name means nothing, revisions that tell files apart."""
 
 import os
 from pathlib import Path
 
 import pytest
+
 from kvatlas.models.config import cache_folder
 from kvatlas.models.errors import ModelError, ModelErrorReason
 from kvatlas.models.files import ModelKind

@@ -78,8 +78,9 @@ class GgufSource:
                 ModelErrorReason.UNSUPPORTED_QUANTISATION,
                 f"tensor {self.name!r} is stored as {self.quantization}, which cannot be read",
             ) from error
-        # A copy even where the file stores fp32: a model must not depend on the file staying in place.
-        return torch.from_numpy(dense.reshape(self.shape).astype(np.float32)).to(device=device, dtype=dtype)
+        # Stored fp32 comes back as a view; a model must not depend on the file staying in place.
+        owned = dense if dense.flags.writeable else dense.copy()
+        return torch.from_numpy(owned.reshape(self.shape)).to(device=device, dtype=dtype)
 
 
 def read_checkpoint(file: GgufFile, config: ModelConfig) -> Checkpoint:

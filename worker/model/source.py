@@ -172,7 +172,7 @@ class _Loader:
         table = SharedSource(self._checkpoint[EMBEDDING])
         head = table if self._config.tied_head else self._checkpoint[HEAD]
         embedding = embedding_factory(table, self._placement)
-        return embedding, self._linear_factory(LinearWeights(HEAD, [head], []), self._placement)
+        return embedding, self._linear_factory(LinearWeights("lm_head", [head], []), self._placement)
 
     def layer(self, number: int) -> DecoderLayer:
         """The parameters of one layer."""
