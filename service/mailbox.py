@@ -7,6 +7,7 @@ once: one token a message while it keeps up, many when it is late. Bound: max_to
 
 import asyncio
 from array import array
+from collections.abc import Callable
 
 from service.request import AddOutcome, LostReason, Scores, SequenceEnd, SequenceStart
 
@@ -14,16 +15,40 @@ from service.request import AddOutcome, LostReason, Scores, SequenceEnd, Sequenc
 class Inbox:
     """All that workers say about one request; wakes its one reader."""
 
-    __slots__ = ("_loop", "_waiter", "boxes", "loss", "outcomes", "prompt_scores", "start")
+    __slots__ = (
+        "_loop",
+        "_open",
+        "_waiter",
+        "boxes",
+        "loss",
+        "on_all_ended",
+        "outcomes",
+        "prompt_scores",
+        "starts",
+    )
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._waiter: asyncio.Future[None] | None = None
         self.boxes: list[Mailbox] = []
-        self.outcomes: dict[int, AddOutcome] = {}  # by the run's first sequence id
-        self.start: SequenceStart | None = None  # the first one that is no re-admission
+        self._open = 0  # boxes whose end has not come
+        self.on_all_ended: Callable[[bool], None] | None = None  # told True, and False when one goes on again
+        # What the reader has not dealt with yet.
+        self.outcomes: list[AddOutcome] = []
+        self.starts: list[SequenceStart] = []  # re-admissions after a preemption are no news
         self.prompt_scores: Scores | None = None
-        self.loss: LostReason | None = None  # until the reader has dealt with it
+        self.loss: LostReason | None = None
+
+    def add_box(self, box: "Mailbox") -> None:
+        """One more sequence of the request."""
+        self.boxes.append(box)
+        self._open += 1
+
+    def box_ended(self, *, has_ended: bool) -> None:
+        """A box got its end, or lost it again."""
+        self._open += -1 if has_ended else 1
+        if self.on_all_ended is not None and self._open == (0 if has_ended else 1):
+            self.on_all_ended(has_ended)
 
     def wake(self) -> None:
         """Lets the reader look again. Cheap when nobody waits."""
@@ -51,13 +76,13 @@ class Inbox:
 
     def added(self, outcome: AddOutcome) -> None:
         """The worker's answer to a run."""
-        self.outcomes[outcome.sequence_id] = outcome
+        self.outcomes.append(outcome)
         self.wake()
 
     def started(self, start: SequenceStart) -> None:
-        """A run left the queue; re-admissions after a preemption are no news."""
-        if self.start is None and not start.resumed:
-            self.start = start
+        """A run left the queue."""
+        if not start.resumed:
+            self.starts.append(start)
             self.wake()
 
     def prompt_scored(self, scores: Scores) -> None:
@@ -94,6 +119,7 @@ class Mailbox:
         self.taken = 0
         self.scores: Scores | None = Scores() if has_scores else None  # of unread tokens only
         self.end: SequenceEnd | None = None
+        inbox.add_box(self)
 
     @property
     def unread(self) -> int:
@@ -127,11 +153,14 @@ class Mailbox:
         if self.end is None:
             self.end = end
             self._stop_timer()
+            self._inbox.box_ended(has_ended=True)
             self._inbox.wake()
 
     def reopen(self) -> None:
         """The sequence goes on elsewhere: its end was none."""
+        assert self.end is not None, "only what ended can go on again"
         self.end = None
+        self._inbox.box_ended(has_ended=False)
 
     def take(self, min_tokens: int = 1) -> "array[int]":
         """Everything that waits. The next take is due after `min_tokens` more, or the hold."""

@@ -140,6 +140,10 @@ class WorkerLink:
         """Sequences that this service believes to be on the worker."""
         return len(self._boxes)
 
+    def carries(self, sequence_id: int) -> bool:
+        """Whether the end of that sequence is still to come from here."""
+        return sequence_id in self._boxes
+
     def open(self) -> None:
         """Starts to connect; returns at once."""
         assert self._engine is None, "open already"

@@ -37,7 +37,7 @@ class WorkerPool:
         self._stall_seconds = stall_seconds
         self._refused: dict[str, str] = {}  # by address: why its facts do not fit
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._changed: asyncio.Future[None] = self._loop.create_future()
+        self._watchers: dict[Callable[[], None], None] = {}  # in order of arrival
         self._next_sequence_id = 1
         self.links = [
             WorkerLink(
@@ -126,14 +126,15 @@ class WorkerPool:
         chosen = choose(candidates, avoid)
         return links[chosen.address] if chosen is not None else None
 
-    async def wait_for_change(self, deadline: float) -> bool:
-        """Waits until something about a worker changed; False when `deadline` (loop clock) came first."""
-        try:
-            async with asyncio.timeout_at(deadline):
-                await asyncio.shield(self._changed)
-        except TimeoutError:
-            return False
-        return True
+    # Who waits for a change
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Calls `wake` whenever something about a worker changes, until unwatch()."""
+        self._watchers[wake] = None
+
+    def unwatch(self, wake: Callable[[], None]) -> None:
+        """Takes watch() back; may be called twice."""
+        self._watchers.pop(wake, None)
 
     # LinkListener
 
@@ -159,6 +160,5 @@ class WorkerPool:
         """Page feeds are the mirror's."""
 
     def _notify(self) -> None:
-        changed, self._changed = self._changed, self._loop.create_future()
-        if not changed.done():
-            changed.set_result(None)
+        for wake in list(self._watchers):
+            wake()

@@ -1,0 +1,113 @@
+"""The inner interceptor: bytes that do not parse, deadlines, exceptions, and checks of the caller.
+
+Owns the last word on every status of ours: handlers raise Failure, nothing else leaves this process as a
+text of Python's. What `checks` refuse (credentials, scopes) is refused before the content is looked at.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+
+from service import errors
+from service.errors import Failure
+from service.interceptor import Behaviour, Interceptor, rewrapped
+from service.request import Call, current_call
+
+log = logging.getLogger("service.guard")
+_PASSED = ("/grpc.health.", "/grpc.reflection.")
+
+Check = Callable[[Call, Any], None]
+"""Looks at a call and its context, fills in who calls; raises Failure for those it refuses."""
+
+
+class _Malformed:
+    """What the deserializer gives for bytes that are no such message."""
+
+
+_MALFORMED = _Malformed()
+
+
+class Guard(Interceptor):
+    """Lets calls of ours in and makes their failures ours."""
+
+    def __init__(self, *, default_deadline: float, max_deadline: float, checks: Sequence[Check] = ()) -> None:
+        super().__init__()
+        self._default_deadline = default_deadline
+        self._max_deadline = max_deadline
+        self._checks = checks
+
+    def wrap(self, method: str, handler: Any) -> Any:
+        """Guards every handler but health and reflection."""
+        if method.startswith(_PASSED):
+            return handler
+        is_watch = method.rpartition("/")[2].startswith("Watch")
+
+        async def around(inner: Behaviour, request: Any, context: Any) -> Any:
+            return await self._call(inner, request, context, is_watch=is_watch)
+
+        return rewrapped(handler, around, _forgiving(handler.request_deserializer))
+
+    async def _call(self, inner: Behaviour, request: Any, context: Any, *, is_watch: bool) -> Any:
+        call = current_call.get()
+        timer = asyncio.timeout(self._set_deadline(call, context, is_watch=is_watch))
+        try:
+            for check in self._checks:
+                check(call, context)
+            if request is _MALFORMED:
+                raise errors.malformed_message()
+            async with timer:
+                return await inner(request, context)
+        except Failure as raised:
+            failure = raised
+        except asyncio.CancelledError:
+            if _is_own_cancel():
+                raise
+            log.warning("event=inner_cancel method=%s request=%s", call.method, call.request_id)
+            failure = errors.worker_call_lost()
+        except TimeoutError as error:
+            failure = errors.deadline_passed() if timer.expired() else _bug(call, error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            failure = _bug(call, error)
+        call.code = failure.status.name
+        await context.abort_with_status(failure.to_status(call.request_id))
+
+    def _set_deadline(self, call: Call, context: Any, *, is_watch: bool) -> float | None:
+        """Seconds after which we end the call ourselves; None: gRPC's core does, at the client's deadline.
+
+        A watch has no natural end, so without a deadline it gets the longest one.
+        """
+        left = context.time_remaining()
+        kept = (self._max_deadline if is_watch else self._default_deadline) if left is None else left
+        kept = min(kept, self._max_deadline)
+        call.deadline = call.received + kept
+        call.deadline_is_ours = left is None or kept < left
+        return kept if call.deadline_is_ours else None
+
+
+def _is_own_cancel() -> bool:
+    """Whether it is the call that was cancelled, not something it waited for (grpc/grpc#29248)."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _bug(call: Call, error: BaseException) -> Failure:
+    log.error("event=bug method=%s request=%s", call.method, call.request_id, exc_info=error)
+    return errors.internal()
+
+
+def _forgiving(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    if deserializer is None:
+        return None
+
+    def parse(data: bytes) -> Any:
+        try:
+            return deserializer(data)
+        except Exception:
+            return _MALFORMED
+
+    return parse

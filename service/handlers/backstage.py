@@ -1,0 +1,49 @@
+"""What all handlers work with. Made once by server.py; owns nothing itself."""
+
+from dataclasses import dataclass
+
+from service import errors
+from service.admission import Admission
+from service.config import ServiceConfig
+from service.fleet.codec import WorkerFacts
+from service.fleet.workers import WorkerPool
+from service.handlers.live import LiveCalls
+from service.handlers.prompts import Prompts
+from service.health import HealthBoard
+from service.metrics import ServiceMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Backstage:
+    """The parts of one service process."""
+
+    config: ServiceConfig
+    version: str
+    commit: str
+    start_time_ns: int
+    pool: WorkerPool
+    prompts: Prompts
+    metrics: ServiceMetrics
+    board: HealthBoard
+    admission: Admission  # generations
+    watches: Admission  # watch streams of all services
+    live: LiveCalls
+
+    def refuse_if_draining(self) -> None:
+        """Raises Failure while the process shuts down."""
+        if self.board.is_draining:
+            raise errors.draining()
+
+    def facts_of(self, model: str) -> WorkerFacts:
+        """Facts of the model that a request names; empty: the only one. Raises Failure."""
+        facts = self.pool.facts
+        if facts is None:
+            raise errors.not_ready()
+        if model and model != facts.model_id:
+            raise errors.model_not_found(model)
+        return facts
+
+    def max_prompt_tokens(self, facts: WorkerFacts) -> int:
+        """Prompt tokens at most: there is room for at least one more."""
+        room = facts.max_context_tokens - 1
+        return min(self.config.max_prompt_tokens or room, room)

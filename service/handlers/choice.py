@@ -1,0 +1,116 @@
+"""One sample on its way out: what waits in its mailbox becomes one piece of text, ids and scores.
+
+Owns what was sent of a sample and why it ended. Knows no worker and no stream.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from service.mailbox import Mailbox
+from service.request import FinishCode, FinishReason, Scores
+from service.text.answer import AnswerText
+
+_REASONS = {
+    FinishCode.EOS: FinishReason.EOS,
+    FinishCode.STOP_TOKEN: FinishReason.STOP_TOKEN,
+    FinishCode.MAX_TOKENS: FinishReason.MAX_TOKENS,
+    FinishCode.CONTEXT_LENGTH: FinishReason.CONTEXT_LENGTH,
+    FinishCode.TIME_LIMIT: FinishReason.TIME_LIMIT,
+    FinishCode.ABORTED: FinishReason.CANCELLED,
+}
+_HIDDEN_LAST = (FinishCode.EOS, FinishCode.STOP_TOKEN)
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a sample ended, and what matched."""
+
+    reason: FinishReason
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one take of a mailbox comes to; `offset` counts the tokens before it."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    scores: Scores | None
+    offset: int
+    finish: Finish | None
+
+    @property
+    def has_content(self) -> bool:
+        """Whether there is anything beside the end."""
+        return bool(self.token_ids) or bool(self.text)
+
+
+class Choice:
+    """One sample of a request."""
+
+    __slots__ = (
+        "_answer",
+        "_min_tokens",
+        "_shows_stop",
+        "box",
+        "finish",
+        "index",
+        "num_tokens",
+        "sequence_id",
+    )
+
+    def __init__(
+        self, index: int, box: Mailbox, answer: AnswerText | None, *, min_tokens: int, shows_stop: bool
+    ) -> None:
+        self.index = index
+        self.box = box
+        self.num_tokens = 0  # that were taken and belong to the output
+        self.finish: Finish | None = None
+        self._answer = answer  # None: neither text nor stop strings are asked for
+        self._min_tokens = min_tokens  # of one message
+        self._shows_stop = shows_stop
+
+    def take(self) -> Piece:
+        """All that waits, and the end if it has come. Not called after the end."""
+        assert self.finish is None, f"sample {self.index} ended before"
+        ids = self.box.take(self._min_tokens)
+        text, stop_string = "", None
+        if self._answer is not None and ids:
+            part = self._answer.push(ids, is_last_shown=self._shows_last)
+            text, stop_string = part.text, part.stop_string
+            if stop_string is not None:
+                ids = ids[: part.num_tokens]
+        if stop_string is None and self.box.end is not None:
+            flushed, stop_string = self._flush()
+            text += flushed
+        scores = self.box.scores.take(len(ids)) if self.box.scores is not None else None
+        offset, self.num_tokens = self.num_tokens, self.num_tokens + len(ids)
+        self.finish = self._finished(stop_string)
+        return Piece(self.index, text, ids, scores, offset, self.finish)
+
+    def close(self) -> None:
+        """Drops mailbox and text state (H10)."""
+        self.box.close()
+        self._answer = None
+
+    @property
+    def _shows_last(self) -> bool:
+        end = self.box.end
+        return self._shows_stop or end is None or end.code not in _HIDDEN_LAST
+
+    def _flush(self) -> tuple[str, str | None]:
+        if self._answer is None:
+            return "", None
+        part = self._answer.finish()
+        return part.text, part.stop_string
+
+    def _finished(self, stop_string: str | None) -> Finish | None:
+        if stop_string is not None:
+            return Finish(FinishReason.STOP_STRING, stop_string=stop_string)
+        end = self.box.end
+        if end is None:
+            return None
+        token = self.box.tokens[-1] if end.code == FinishCode.STOP_TOKEN and self.box.tokens else None
+        return Finish(_REASONS[end.code], stop_token_id=token)

@@ -1,0 +1,197 @@
+"""Protobuf to our types and back, on the public side.
+
+Owns the defaults of unset fields. Everything here has been validated already; nothing is looked up.
+"""
+
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from kvatlas.v1 import generation_pb2 as pb
+from kvatlas.v1.server_pb2 import DefaultSampling
+from service.handlers.validate import seconds
+from service.request import Call, Constraint, KvBill, Output, PrefixCounts, Request, Sampling, Scores, Stops
+
+TokenBytes = Callable[[int], bytes]
+DEFAULT_HOLD_SECONDS = 0.1
+_DRAW = random.SystemRandom()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamShape:
+    """How a stream is cut into messages."""
+
+    min_tokens: int = 1
+    hold_seconds: float = DEFAULT_HOLD_SECONDS
+    queue_updates: bool = False
+
+
+# From the client
+
+
+def request_from(spec: pb.GenerationSpec, call: Call, defaults: DefaultSampling) -> Request:
+    """A spec with its defaults filled in; the prompt and max_tokens come later (`with_prompt`)."""
+    scheduling, cache = spec.scheduling, spec.cache
+    return Request(
+        request_id=spec.request_id or new_request_id(),
+        prompt_ids=(),
+        sampling=_sampling(spec.sampling, defaults),
+        stops=_stops(spec.stop),
+        output=_output(spec.output),
+        num_samples=spec.sampling.n if spec.sampling.HasField("n") else 1,
+        priority=scheduling.priority,
+        queue_timeout_ms=_milliseconds(scheduling.queue_timeout),
+        cache_read=not cache.HasField("read") or cache.read,
+        cache_write=not cache.HasField("write") or cache.write,
+        cache_salt=cache.salt.encode(),
+        tenant=call.tenant,
+        labels=dict(spec.labels),
+        adapter=spec.adapter,
+        constraint=_constraint(spec),
+        traceparent=call.traceparent,
+        receive_time_ns=call.receive_time_ns,
+        deadline=call.deadline,
+    )
+
+
+def with_prompt(request: Request, prompt_ids: Sequence[int], max_tokens: int) -> Request:
+    """The request with its ids, and with the most tokens it can get."""
+    return replace(request, prompt_ids=prompt_ids, stops=replace(request.stops, max_tokens=max_tokens))
+
+
+def stream_shape(options: pb.StreamOptions) -> StreamShape:
+    """StreamOptions with its defaults filled in."""
+    hold = seconds(options.max_hold) if options.HasField("max_hold") else DEFAULT_HOLD_SECONDS
+    return StreamShape(max(1, options.min_tokens_per_message), hold, options.queue_updates)
+
+
+def new_request_id() -> str:
+    """A UUIDv7: 48 bits of Unix milliseconds, then chance; ids sort by time."""
+    value = (time.time_ns() // 1_000_000 << 80) | int.from_bytes(os.urandom(10), "big")
+    value = value & ~(0xF << 76) & ~(0x3 << 62) | 0x7 << 76 | 0x2 << 62
+    text = f"{value:032x}"
+    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
+def _sampling(given: pb.SamplingParams, defaults: DefaultSampling) -> Sampling:
+    def value(name: str) -> float:
+        return float(getattr(given if given.HasField(name) else defaults, name))
+
+    return Sampling(
+        temperature=value("temperature"),
+        top_p=value("top_p") or 1.0,
+        top_k=int(value("top_k")),
+        min_p=value("min_p"),
+        repetition_penalty=value("repetition_penalty") or 1.0,
+        frequency_penalty=value("frequency_penalty"),
+        presence_penalty=value("presence_penalty"),
+        seed=given.seed if given.HasField("seed") else _DRAW.getrandbits(64),
+        logit_bias=tuple(given.logit_bias.items()),
+    )
+
+
+def _stops(stop: pb.StopCriteria) -> Stops:
+    return Stops(
+        max_tokens=stop.max_tokens,  # 0 while unset; with_prompt resolves it
+        min_tokens=stop.min_tokens,
+        strings=tuple(stop.stop_strings),
+        token_ids=tuple(stop.stop_token_ids),
+        ignore_eos=stop.ignore_eos,
+        include_in_output=stop.include_stop_in_output,
+        max_duration_ms=_milliseconds(stop.max_duration),
+    )
+
+
+def _output(output: pb.OutputOptions) -> Output:
+    return Output(
+        text=output.format != pb.OUTPUT_FORMAT_TOKEN_IDS,
+        ids=output.format in (pb.OUTPUT_FORMAT_TOKEN_IDS, pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS),
+        logprobs=output.logprobs if output.HasField("logprobs") else None,
+        prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
+        skip_special=not output.HasField("skip_special_tokens") or output.skip_special_tokens,
+    )
+
+
+def _constraint(spec: pb.GenerationSpec) -> Constraint | None:
+    kind = spec.WhichOneof("constraint")
+    if kind is None:
+        return None
+    if kind == "choices":
+        return Constraint(kind, choices=tuple(spec.choices.choices))
+    return Constraint(kind, getattr(spec, kind))
+
+
+def _milliseconds(duration: Duration) -> int:
+    """0 for an unset one; a set one is never 0, since 0 means no limit on the seam."""
+    value = seconds(duration)
+    return max(1, round(value * 1000)) if value > 0 else 0
+
+
+# To the client
+
+
+def to_duration(value: float) -> Duration:
+    """A length of time; never negative."""
+    nanoseconds = int(max(0.0, value) * 1e9)
+    return Duration(seconds=nanoseconds // 1_000_000_000, nanos=nanoseconds % 1_000_000_000)
+
+
+def to_timestamp(ns: int) -> Timestamp:
+    """A Unix time in ns."""
+    return Timestamp(seconds=ns // 1_000_000_000, nanos=ns % 1_000_000_000)
+
+
+def to_prefix(counts: PrefixCounts) -> pb.PrefixLookup:
+    """What the prefix cache had."""
+    return pb.PrefixLookup(
+        hit_tokens=counts.hit_tokens,
+        miss_cold_tokens=counts.miss_cold_tokens,
+        miss_evicted_tokens=counts.miss_evicted_tokens,
+        unaligned_tokens=counts.unaligned_tokens,
+    )
+
+
+def to_bill(bill: KvBill) -> pb.KvBill:
+    """What a request cost in KV memory."""
+    return pb.KvBill(
+        page_seconds=bill.page_seconds,
+        shared_page_seconds_saved=bill.shared_page_seconds_saved,
+        peak_pages=bill.peak_pages,
+        reused_pages=bill.reused_pages,
+        copied_pages=bill.copied_pages,
+        tail_waste_slots=bill.tail_waste_slots,
+        evictions_caused=bill.evictions_caused,
+        preemptions=bill.preemptions,
+        recomputed_tokens=bill.recomputed_tokens,
+    )
+
+
+def to_logprobs(token_ids: Sequence[int], scores: Scores, token_bytes: TokenBytes) -> list[pb.TokenLogprob]:
+    """Log-probabilities of tokens; one that is not known (NaN: the first of a prompt) stays unset."""
+    entries, at = [], 0
+    for index, token_id in enumerate(token_ids):
+        end = at + scores.counts[index]
+        logprob = scores.logprobs[index]
+        alternatives = [
+            pb.AlternativeToken(token_id=other, logprob=value, token_bytes=token_bytes(other))
+            for other, value in zip(
+                scores.alternative_ids[at:end], scores.alternative_logprobs[at:end], strict=True
+            )
+        ]
+        entries.append(
+            pb.TokenLogprob(
+                token_id=token_id,
+                logprob=None if math.isnan(logprob) else logprob,
+                rank=scores.ranks[index],
+                token_bytes=token_bytes(token_id),
+                alternatives=alternatives,
+            )
+        )
+        at = end
+    return entries

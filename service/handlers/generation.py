@@ -1,0 +1,373 @@
+"""GenerationService: open, stream, close. Text in, tokens out, one end per request.
+
+Owns the order of a stream's messages. What a request needs is in run.py, what a sample is in choice.py.
+"""
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvatlas.v1 import generation_pb2 as pb
+from kvatlas.v1 import generation_pb2_grpc
+from service import errors
+from service.errors import Failure, Violation
+from service.fleet.codec import WorkerFacts
+from service.handlers import convert, respond, validate
+from service.handlers.account import RequestAccount
+from service.handlers.backstage import Backstage
+from service.handlers.choice import Choice, Piece
+from service.handlers.convert import StreamShape
+from service.handlers.live import LiveCall
+from service.handlers.run import GenerationRun, outcome_of
+from service.mailbox import Inbox, Mailbox
+from service.request import AbortReason, Call, Request, current_call
+from service.text.answer import AnswerText
+from service.text.stop_strings import StopMatcher, StopStrings
+
+REQUEST_ID_KEY = "x-request-id"
+QUEUE_UPDATE_SECONDS = 1.0
+_WHOLE = StreamShape()  # of a unary call: nothing is cut
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """Handlers of GenerationService."""
+
+    def __init__(self, backstage: Backstage) -> None:
+        self._backstage = backstage
+        self._loop = asyncio.get_running_loop()
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
+        """The whole answer. Nothing is sent before it, so the client may retry throughout."""
+        async with self._running(request.spec, _WHOLE, ()) as run:
+            run.settle()
+            while not run.is_admitted:
+                await run.wait()
+                run.settle()
+            answers = [_Answer() for _ in run.choices]
+            while not run.is_over:
+                pieces = run.take()
+                for piece in pieces:
+                    self._collect(run, answers[piece.index], piece)
+                if not pieces and not run.is_over:
+                    await run.wait()
+            response = self._response(run, answers)
+            await context.send_initial_metadata(((REQUEST_ID_KEY, run.request.request_id),))
+            return response
+
+    async def StreamGenerate(self, request: pb.StreamGenerateRequest, context: Any) -> None:
+        """The answer as it comes. From the end of the last sequence on the reader has limited time."""
+        faults = validate.stream_options(request.stream)
+        shape = convert.stream_shape(request.stream) if not faults else _WHOLE
+        async with self._running(request.spec, shape, faults) as run:
+            stream = _Stream(run, context, self._loop)
+            patience = asyncio.timeout(None)
+            try:
+                async with patience:
+                    run.inbox.on_all_ended = lambda ended: self._set_patience(patience, ended)
+                    await self._stream(run, shape, stream)
+            except TimeoutError:
+                if not patience.expired():
+                    raise
+                self._backstage.metrics.slow_readers.inc()
+                raise errors.slow_reader(run.tokens_sent) from None
+            finally:
+                run.inbox.on_all_ended = None
+
+    async def CancelGeneration(
+        self, request: pb.CancelGenerationRequest, context: Any
+    ) -> pb.CancelGenerationResponse:
+        """Ends calls of this process normally; ids that are not live here are listed."""
+        if faults := validate.cancellation(request):
+            raise errors.invalid_fields(faults)
+        response = pb.CancelGenerationResponse()
+        tenant = current_call.get().tenant
+        for request_id in dict.fromkeys(request.request_ids):
+            call = self._backstage.live.find(request_id, tenant)
+            if call is None:
+                response.unknown_ids.append(request_id)
+            else:
+                call.cancel()
+                response.cancelled_ids.append(request_id)
+        return response
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        """Template and tokenizer without the model."""
+        if faults := validate.tokenization(request):
+            raise errors.invalid_fields(faults)
+        facts = self._backstage.facts_of(request.model)
+        if request.WhichOneof("prompt") == "chat":
+            self._backstage.prompts.check_chat(request.chat)
+        text, encoded = await self._backstage.prompts.tokenized(request)
+        return pb.TokenizeResponse(
+            token_count=len(encoded.ids),
+            token_ids=encoded.ids,
+            start_offsets=encoded.start_offsets if request.include_offsets else (),
+            rendered_text=text,
+            page_count=-(-len(encoded.ids) // facts.page_size),
+        )
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
+        """Text of ids."""
+        facts = self._backstage.facts_of(request.model)
+        if faults := validate.detokenization(request, facts.vocab_size):
+            raise errors.invalid_fields(faults)
+        skips = not request.HasField("skip_special_tokens") or request.skip_special_tokens
+        text = await self._backstage.prompts.detokenized(
+            array("I", request.token_ids), skip_special_tokens=skips
+        )
+        return pb.DetokenizeResponse(text=text)
+
+    # Open and close
+
+    @asynccontextmanager
+    async def _running(
+        self, spec: pb.GenerationSpec, shape: StreamShape, faults: Sequence[Violation]
+    ) -> AsyncIterator[GenerationRun]:
+        """A run that was let in and sent to a worker. Everything is given back at the end, whatever it is."""
+        call = current_call.get()
+        account = RequestAccount(self._backstage.metrics, call.received)
+        live: LiveCall | None = None
+        permit = None
+        failure: Failure | None = None
+        reason = AbortReason.SERVICE_ERROR
+        is_cancelled = False
+        try:
+            request, facts = self._checked(spec, faults, call)
+            live = self._backstage.live.enter(request.request_id, request.tenant)
+            if live is None:
+                raise errors.duplicate_request_id(request.request_id)
+            permit = self._backstage.admission.enter()
+            if permit is None:
+                raise errors.queue_full(0, call.attempts_before)
+            request = self._with_prompt(request, await self._backstage.prompts.ids_of(spec), facts)
+            live.run = run = self._run(request, shape, account, call)
+            if live.is_cancelled:
+                run.cancel()
+            else:
+                run.submit()
+            yield run
+        except Failure as raised:
+            failure = raised
+            raise
+        except asyncio.CancelledError:
+            is_cancelled = True
+            has_deadline_passed = call.deadline is not None and self._loop.time() >= call.deadline - 0.01
+            if has_deadline_passed:
+                failure = errors.deadline_passed()
+            reason = AbortReason.DEADLINE if has_deadline_passed else AbortReason.CLIENT
+            raise
+        except BaseException:
+            failure = errors.internal()
+            raise
+        finally:
+            # Never waits: after a cancel this may run while the generator is closed.
+            if live is not None:
+                if live.run is not None:
+                    live.run.close(reason)
+                self._backstage.live.leave(live)
+            if permit is not None:
+                permit.release()
+            done = live.run if live is not None else None
+            outcome = outcome_of(failure, done, is_cancelled=is_cancelled)
+            counts = [choice.num_tokens for choice in done.choices] if done is not None else []
+            account.ended(outcome, self._loop.time(), counts)
+
+    def _checked(
+        self, spec: pb.GenerationSpec, faults: Sequence[Violation], call: Call
+    ) -> tuple[Request, WorkerFacts]:
+        """The request without its prompt. Raises Failure for the first kind of thing that is wrong."""
+        backstage = self._backstage
+        if validate.REQUEST_ID.fullmatch(spec.request_id):
+            call.request_id = spec.request_id
+        backstage.refuse_if_draining()
+        vocab_size = backstage.pool.facts.vocab_size if backstage.pool.facts is not None else 1 << 32
+        if found := [*validate.generation(spec, vocab_size), *faults]:
+            raise errors.invalid_fields(found)
+        facts = backstage.facts_of(spec.model)
+        request = convert.request_from(spec, call, facts.model.defaults)
+        call.request_id = request.request_id
+        if request.constraint is not None and "constraints" not in facts.features:
+            raise errors.feature_disabled("constraints")
+        if request.adapter and "adapters" not in facts.features:
+            raise errors.feature_disabled("adapters")
+        if spec.WhichOneof("prompt") == "chat":
+            backstage.prompts.check_chat(spec.chat)
+        return request, facts
+
+    def _with_prompt(self, request: Request, ids: Sequence[int], facts: WorkerFacts) -> Request:
+        if not ids:
+            raise errors.invalid_fields([Violation("spec.prompt", "has no tokens")])
+        limit = self._backstage.max_prompt_tokens(facts)
+        if len(ids) > limit:
+            raise errors.prompt_too_long(len(ids), limit, facts.max_context_tokens)
+        room = facts.max_context_tokens - len(ids)
+        asked = request.stops.max_tokens
+        return convert.with_prompt(request, ids, asked or min(room, _pool_room(request, len(ids), facts)))
+
+    def _run(
+        self, request: Request, shape: StreamShape, account: RequestAccount, call: Call
+    ) -> GenerationRun:
+        inbox = Inbox(self._loop)
+        stops = StopStrings(request.stops.strings) if request.stops.strings else None
+        choices = [self._choice(index, request, shape, inbox, stops) for index in range(request.num_samples)]
+        return GenerationRun(
+            request,
+            choices,
+            inbox,
+            pool=self._backstage.pool,
+            metrics=self._backstage.metrics,
+            account=account,
+            resume_seconds=self._backstage.config.resume_seconds,
+            attempts_before=call.attempts_before,
+        )
+
+    def _choice(
+        self, index: int, request: Request, shape: StreamShape, inbox: Inbox, stops: StopStrings | None
+    ) -> Choice:
+        box = Mailbox(
+            inbox,
+            request.stops.max_tokens,
+            self._loop,
+            has_scores=request.output.logprobs is not None,
+            hold_seconds=shape.hold_seconds,
+        )
+        answer = None
+        if request.output.text or stops is not None:
+            detokenizer = self._backstage.prompts.tokenizer.detokenizer(
+                skip_special_tokens=request.output.skip_special
+            )
+            shows = request.stops.include_in_output
+            matcher = StopMatcher(stops, include_stop=shows) if stops is not None else None
+            answer = AnswerText(detokenizer, matcher, min_tokens=request.stops.min_tokens)
+        return Choice(
+            index,
+            box,
+            answer,
+            min_tokens=shape.min_tokens,
+            shows_stop=request.stops.include_in_output,
+        )
+
+    # A stream
+
+    async def _stream(self, run: GenerationRun, shape: StreamShape, stream: "_Stream") -> None:
+        run.settle()
+        while not run.is_admitted:
+            if shape.queue_updates:
+                await stream.say_queued(self._backstage.pool)
+            await run.wait(QUEUE_UPDATE_SECONDS if shape.queue_updates else None)
+            run.settle()
+        await stream.begin(respond.started(run, self._model_id))
+        token_bytes = self._backstage.prompts.tokenizer.token_bytes
+        while not run.is_over:
+            pieces = run.take()
+            for piece in pieces:
+                await self._send(run, shape, stream, piece, token_bytes)
+            if not pieces and not run.is_over:
+                await run.wait()
+        await stream.write(respond.summary(run, token_bytes))
+
+    async def _send(
+        self,
+        run: GenerationRun,
+        shape: StreamShape,
+        stream: "_Stream",
+        piece: Piece,
+        token_bytes: convert.TokenBytes,
+    ) -> None:
+        count = len(piece.token_ids)
+        if count:
+            run.account.tokens(piece.index, count, self._loop.time(), are_sent=True)
+            if count > shape.min_tokens:
+                self._backstage.metrics.merges.inc(count - shape.min_tokens)
+        if piece.has_content:
+            await stream.write(respond.delta(piece, run.request.output, token_bytes))
+        if piece.finish is not None:
+            await stream.write(respond.choice_finished(piece))
+
+    def _set_patience(self, patience: asyncio.Timeout, ended: bool) -> None:
+        limit = self._backstage.config.slow_reader_seconds
+        patience.reschedule(self._loop.time() + limit if ended else None)
+
+    # A whole answer
+
+    def _collect(self, run: GenerationRun, answer: "_Answer", piece: Piece) -> None:
+        if piece.token_ids:
+            run.account.tokens(piece.index, len(piece.token_ids), self._loop.time(), are_sent=False)
+        answer.texts.append(piece.text)
+        if run.request.output.ids:
+            answer.token_ids.extend(piece.token_ids)
+        if piece.scores is not None:
+            token_bytes = self._backstage.prompts.tokenizer.token_bytes
+            answer.logprobs += convert.to_logprobs(piece.token_ids, piece.scores, token_bytes)
+        answer.last = piece
+
+    def _response(self, run: GenerationRun, answers: "Sequence[_Answer]") -> pb.GenerateResponse:
+        token_bytes = self._backstage.prompts.tokenizer.token_bytes
+        response = respond.whole(run, self._model_id, token_bytes)
+        shows_text = run.request.output.text
+        for index, answer in enumerate(answers):
+            choice = respond.choice(index, answer.last)
+            choice.text = "".join(answer.texts) if shows_text else ""
+            choice.token_ids.extend(answer.token_ids)
+            choice.logprobs.extend(answer.logprobs)
+            response.choices.append(choice)
+        return response
+
+    @property
+    def _model_id(self) -> str:
+        facts = self._backstage.pool.facts
+        return facts.model_id if facts is not None else ""
+
+
+@dataclass(slots=True)
+class _Answer:
+    """A sample of a unary call so far."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: "array[int]" = field(default_factory=lambda: array("I"))
+    logprobs: list[pb.TokenLogprob] = field(default_factory=list)
+    last: Piece | None = None
+
+
+class _Stream:
+    """The writing end of one call. Initial metadata goes out with the first message that commits it."""
+
+    def __init__(self, run: GenerationRun, context: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._run = run
+        self._context = context
+        self._loop = loop
+        self._next_update = 0.0
+
+    async def begin(self, message: pb.StreamGenerateResponse) -> None:
+        """The first message, unless the queue's updates were first."""
+        if not self._run.has_sent:
+            self._run.has_sent = True
+            request_id = self._run.request.request_id
+            await self._context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
+        await self.write(message)
+
+    async def write(self, message: pb.StreamGenerateResponse) -> None:
+        """One message; the time that a reader stalls it is counted, also when it never ends."""
+        began = self._loop.time()
+        try:
+            await self._context.write(message)
+        finally:
+            self._run.account.written(self._loop.time() - began)
+
+    async def say_queued(self, pool: Any) -> None:
+        """The place in the queue, at most once a second."""
+        outcome, now = self._run.outcome, self._loop.time()
+        if outcome is None or now < self._next_update:
+            return
+        self._next_update = now + QUEUE_UPDATE_SECONDS - 0.01
+        await self.begin(respond.queued(self._run, outcome, now))
+
+
+def _pool_room(request: Request, num_prompt_tokens: int, facts: WorkerFacts) -> int:
+    """Output tokens that fit the pool beside the prompt: whole prompt pages are shared by the samples."""
+    shared = num_prompt_tokens // facts.page_size
+    private = max(1, (facts.page_count - 1 - shared) // request.num_samples)
+    return max(1, (shared + private) * facts.page_size - num_prompt_tokens)

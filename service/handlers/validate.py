@@ -1,0 +1,259 @@
+"""All violations of a request at once, by the client's own path. Ranges are the comments of the protos.
+
+Owns the limits that do not depend on a worker. Written by hand: token ids take one max() over the list, never
+a rule per item (a generic validator took 1.8 ms for 8 192 ids with a rule per item).
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+
+from kvatlas.v1 import generation_pb2 as pb
+from service.errors import Violation
+
+MAX_SAMPLES = 16
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS, MAX_STOP_BYTES = 16, 256
+MAX_STOP_TOKENS = 64
+MAX_BIASES = 1024
+MAX_LABELS, MAX_LABEL_KEY, MAX_LABEL_VALUE = 16, 63, 255
+MAX_SALT_BYTES = 64
+MAX_TEXT_BYTES = 2 * 1024 * 1024
+MAX_CHOICES = 64
+MAX_PRIORITY = 100
+MAX_TOKENS_PER_MESSAGE = 64
+MAX_HOLD_SECONDS = 1.0
+MAX_DURATION_SECONDS = 86_400.0
+MAX_CANCELLED = 256
+REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+
+
+@dataclass(slots=True)
+class Violations:
+    """What was found so far."""
+
+    found: list[Violation] = field(default_factory=list)
+
+    def add(self, path: str, description: str) -> None:
+        """One more."""
+        self.found.append(Violation(path, description))
+
+    def number(self, path: str, message: Any, name: str, low: float, high: float, *, opens: str = "") -> None:
+        """An optional number in [low, high]; `opens` has "(" or ")" for an end that does not belong to it.
+
+        NaN is in no range.
+        """
+        if not message.HasField(name):
+            return
+        value = getattr(message, name)
+        inside = (low < value if "(" in opens else low <= value) and (
+            value < high if ")" in opens else value <= high
+        )
+        if not inside:
+            left, right = ("(" if "(" in opens else "["), (")" if ")" in opens else "]")
+            self.add(f"{path}.{name}", f"{value:g} is not in {left}{low:g}, {high:g}{right}")
+
+    def duration(self, path: str, message: Any, name: str, high: float, *, may_be_zero: bool = False) -> None:
+        """An optional length of time, above 0 if nothing else is said."""
+        if not message.HasField(name):
+            return
+        value = seconds(getattr(message, name))
+        if not 0 <= value <= high or (value == 0 and not may_be_zero):
+            self.add(f"{path}.{name}", f"{value:g} s is not in {'[' if may_be_zero else '('}0, {high:g}] s")
+
+    def ids(self, path: str, ids: Sequence[int], vocab_size: int) -> None:
+        """Token ids below the vocabulary's size."""
+        if ids and (largest := max(ids)) >= vocab_size:
+            self.add(path, f"token id {largest} is not below the vocabulary's size {vocab_size}")
+
+    def known(self, path: str, value: int, enum: Any, *, may_be_unset: bool = True) -> None:
+        """A number of an enum that this release knows."""
+        if value not in enum.values() or (value == 0 and not may_be_unset):
+            self.add(path, f"{value} is no value of {enum.DESCRIPTOR.name}" if value else "must be set")
+
+
+def generation(spec: pb.GenerationSpec, vocab_size: int) -> list[Violation]:
+    """All that is wrong with a GenerationSpec."""
+    found = Violations()
+    if spec.request_id and not REQUEST_ID.fullmatch(spec.request_id):
+        found.add("spec.request_id", "must be 1 to 64 characters of [A-Za-z0-9_.:-]")
+    _prompt(found, spec, vocab_size)
+    _sampling(found, spec.sampling, vocab_size)
+    _stop(found, spec.stop, vocab_size)
+    _output(found, spec.output)
+    found.number("spec.scheduling", spec.scheduling, "priority", -MAX_PRIORITY, MAX_PRIORITY)
+    found.duration("spec.scheduling", spec.scheduling, "queue_timeout", MAX_DURATION_SECONDS)
+    if len(spec.cache.salt.encode()) > MAX_SALT_BYTES:
+        found.add("spec.cache.salt", f"longer than {MAX_SALT_BYTES} bytes")
+    _constraint(found, spec)
+    _labels(found, spec.labels.items())
+    return found.found
+
+
+def stream_options(options: pb.StreamOptions) -> list[Violation]:
+    """All that is wrong with StreamOptions."""
+    found = Violations()
+    if options.min_tokens_per_message > MAX_TOKENS_PER_MESSAGE:
+        description = f"{options.min_tokens_per_message} is more than {MAX_TOKENS_PER_MESSAGE}"
+        found.add("stream.min_tokens_per_message", description)
+    found.duration("stream", options, "max_hold", MAX_HOLD_SECONDS, may_be_zero=True)
+    return found.found
+
+
+def cancellation(request: pb.CancelGenerationRequest) -> list[Violation]:
+    """All that is wrong with a CancelGenerationRequest."""
+    found = Violations()
+    if not 1 <= len(request.request_ids) <= MAX_CANCELLED:
+        found.add("request_ids", f"{len(request.request_ids)} ids are not 1 to {MAX_CANCELLED}")
+    for index, request_id in enumerate(request.request_ids[:MAX_CANCELLED]):
+        if not REQUEST_ID.fullmatch(request_id):
+            found.add(f"request_ids[{index}]", "must be 1 to 64 characters of [A-Za-z0-9_.:-]")
+    return found.found
+
+
+def tokenization(request: pb.TokenizeRequest) -> list[Violation]:
+    """All that is wrong with a TokenizeRequest."""
+    found = Violations()
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        found.add("prompt", "one of text, chat must be set")
+    elif kind == "text":
+        _text(found, "text", request.text, may_be_empty=True)
+    else:
+        _chat(found, "chat", request.chat)
+    return found.found
+
+
+def detokenization(request: pb.DetokenizeRequest, vocab_size: int) -> list[Violation]:
+    """All that is wrong with a DetokenizeRequest."""
+    found = Violations()
+    found.ids("token_ids", request.token_ids, vocab_size)
+    return found.found
+
+
+def seconds(duration: Duration) -> float:
+    """A Duration as a number; NaN for one whose parts contradict each other or are out of range."""
+    if abs(duration.nanos) > 999_999_999 or duration.seconds * duration.nanos < 0:
+        return math.nan
+    return duration.seconds + duration.nanos * 1e-9
+
+
+def _prompt(found: Violations, spec: pb.GenerationSpec, vocab_size: int) -> None:
+    kind = spec.WhichOneof("prompt")
+    if kind is None:
+        found.add("spec.prompt", "one of text, token_ids, chat must be set")
+    elif kind == "text":
+        _text(found, "spec.text", spec.text)
+    elif kind == "chat":
+        _chat(found, "spec.chat", spec.chat)
+    elif not spec.token_ids.ids:
+        found.add("spec.token_ids.ids", "must not be empty")
+    else:
+        found.ids("spec.token_ids.ids", spec.token_ids.ids, vocab_size)
+
+
+def _text(found: Violations, path: str, text: str, *, may_be_empty: bool = False) -> None:
+    if not text and not may_be_empty:
+        found.add(path, "must not be empty")
+    if num_bytes(text) > MAX_TEXT_BYTES:
+        found.add(path, f"longer than {MAX_TEXT_BYTES} bytes")
+
+
+def num_bytes(text: str) -> int:
+    """Length in UTF-8; text of protobuf can always be encoded."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _chat(found: Violations, path: str, chat: pb.ChatPrompt) -> None:
+    if not chat.messages:
+        found.add(f"{path}.messages", "must not be empty")
+    for index, message in enumerate(chat.messages):
+        found.known(f"{path}.messages[{index}].role", message.role, pb.ChatRole, may_be_unset=False)
+    if sum(num_bytes(message.content) for message in chat.messages) > MAX_TEXT_BYTES:
+        found.add(f"{path}.messages", f"together longer than {MAX_TEXT_BYTES} bytes")
+    if chat.continue_final_message and chat.HasField("add_generation_prompt") and chat.add_generation_prompt:
+        found.add(f"{path}.continue_final_message", "contradicts add_generation_prompt")
+    if chat.template_args_json:
+        _json_object(found, f"{path}.template_args_json", chat.template_args_json)
+    for index, tool in enumerate(chat.tools_json):
+        _json_object(found, f"{path}.tools_json[{index}]", tool)
+
+
+def _json_object(found: Violations, path: str, text: str) -> None:
+    try:
+        is_object = isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        found.add(path, "must be a JSON object")
+
+
+def _sampling(found: Violations, sampling: pb.SamplingParams, vocab_size: int) -> None:
+    path = "spec.sampling"
+    found.number(path, sampling, "temperature", 0, 2)
+    found.number(path, sampling, "top_p", 0, 1, opens="(")
+    found.number(path, sampling, "min_p", 0, 1, opens=")")
+    found.number(path, sampling, "repetition_penalty", 0, 2, opens="(")
+    found.number(path, sampling, "frequency_penalty", -2, 2)
+    found.number(path, sampling, "presence_penalty", -2, 2)
+    found.number(path, sampling, "n", 1, MAX_SAMPLES)
+    bias = sampling.logit_bias
+    if len(bias) > MAX_BIASES:
+        found.add(f"{path}.logit_bias", f"{len(bias)} entries are more than {MAX_BIASES}")
+        return
+    found.ids(f"{path}.logit_bias", list(bias), vocab_size)
+    for token_id, value in bias.items():
+        if not -100 <= value <= 100:
+            found.add(f"{path}.logit_bias[{token_id}]", f"{value:g} is not in [-100, 100]")
+
+
+def _stop(found: Violations, stop: pb.StopCriteria, vocab_size: int) -> None:
+    path = "spec.stop"
+    if stop.HasField("max_tokens"):
+        if stop.max_tokens == 0:
+            found.add(f"{path}.max_tokens", "must be at least 1")
+        elif stop.min_tokens > stop.max_tokens:
+            found.add(f"{path}.min_tokens", f"{stop.min_tokens} is more than max_tokens {stop.max_tokens}")
+    if len(stop.stop_strings) > MAX_STOP_STRINGS:
+        found.add(f"{path}.stop_strings", f"{len(stop.stop_strings)} are more than {MAX_STOP_STRINGS}")
+    for index, text in enumerate(stop.stop_strings[:MAX_STOP_STRINGS]):
+        if not 1 <= num_bytes(text) <= MAX_STOP_BYTES:
+            found.add(f"{path}.stop_strings[{index}]", f"must be 1 to {MAX_STOP_BYTES} bytes")
+    if len(stop.stop_token_ids) > MAX_STOP_TOKENS:
+        found.add(f"{path}.stop_token_ids", f"{len(stop.stop_token_ids)} are more than {MAX_STOP_TOKENS}")
+    found.ids(f"{path}.stop_token_ids", stop.stop_token_ids, vocab_size)
+    found.duration(path, stop, "max_duration", MAX_DURATION_SECONDS)
+
+
+def _output(found: Violations, output: pb.OutputOptions) -> None:
+    found.known("spec.output.format", output.format, pb.OutputFormat)
+    found.number("spec.output", output, "logprobs", 0, MAX_LOGPROBS)
+    found.number("spec.output", output, "prompt_logprobs", 0, MAX_LOGPROBS)
+
+
+def _constraint(found: Violations, spec: pb.GenerationSpec) -> None:
+    kind = spec.WhichOneof("constraint")
+    if kind == "choices":
+        choices = spec.choices.choices
+        if not 1 <= len(choices) <= MAX_CHOICES:
+            found.add("spec.choices.choices", f"{len(choices)} strings are not 1 to {MAX_CHOICES}")
+        if len(set(choices)) != len(choices):
+            found.add("spec.choices.choices", "the strings must differ")
+    elif kind is not None and not getattr(spec, kind):
+        found.add(f"spec.{kind}", "must not be empty")
+
+
+def _labels(found: Violations, labels: Iterable[tuple[str, str]]) -> None:
+    for count, (key, value) in enumerate(labels, start=1):
+        if count > MAX_LABELS:
+            found.add("spec.labels", f"more than {MAX_LABELS}")
+            return
+        if not 1 <= len(key) <= MAX_LABEL_KEY:
+            found.add("spec.labels", f"key {key[:80]!r} must have 1 to {MAX_LABEL_KEY} characters")
+        elif len(value) > MAX_LABEL_VALUE:
+            found.add(f"spec.labels[{key}]", f"longer than {MAX_LABEL_VALUE} characters")

@@ -1,0 +1,232 @@
+"""The service process in one object: parts, listeners, health, and the order of the drain.
+
+Owns start and end of everything. No decision about a request is made here.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from kvatlas.v1 import generation_pb2, generation_pb2_grpc, server_pb2, server_pb2_grpc
+from service import errors, health
+from service.admission import Admission
+from service.config import ServiceConfig
+from service.fleet.codec import WorkerFacts
+from service.fleet.workers import WorkerPool
+from service.guard import Guard
+from service.handlers.backstage import Backstage
+from service.handlers.generation import GenerationServicer
+from service.handlers.info import InfoServicer
+from service.handlers.live import LiveCalls
+from service.handlers.prompts import Prompts
+from service.health import HealthBoard
+from service.health_messages import SERVING
+from service.http import OpsServer
+from service.metrics import ServiceMetrics
+from service.reflection import add_reflection
+from service.request import AbortReason
+from service.server_options import server_options
+from service.telemetry import Telemetry
+from service.text.chat import ChatTemplate
+from service.text.threads import TextThreads
+from service.text.tokenizer import Tokenizer
+from service.version import VERSION, source_revision
+
+ABORT_SECONDS = 1.0  # for handlers to end with a status of their own once they must
+STOP_SECONDS = 2.0  # for their `finally` after that
+HEALTH_SECONDS = 0.5
+
+log = logging.getLogger("service.server")
+
+
+class ListenError(Exception):
+    """An address cannot be listened on; the text is for the user."""
+
+
+class Service:
+    """One service process. Made on the event loop; start(), then drain() once, ends everything."""
+
+    def __init__(self, config: ServiceConfig, tokenizer: Tokenizer, tokenizer_sha256: str) -> None:
+        loop = asyncio.get_running_loop()
+        registry = CollectorRegistry()
+        metrics = ServiceMetrics(
+            registry,
+            version=VERSION,
+            commit=source_revision(),
+            ttft_buckets=config.ttft_buckets,
+            itl_buckets=config.itl_buckets,
+            e2e_buckets=config.e2e_buckets,
+        )
+        self._threads = TextThreads()
+        self._loop = loop
+        self._config = config
+        self._sha256 = tokenizer_sha256
+        self.backstage = Backstage(
+            config=config,
+            version=VERSION,
+            commit=source_revision(),
+            start_time_ns=time.time_ns(),
+            pool=WorkerPool(
+                config.worker_addresses,
+                instance_id=config.instance,
+                service_epoch=time.time_ns(),
+                version=VERSION,
+                accept=self._accept,
+                stall_seconds=config.stall_seconds,
+            ),
+            prompts=Prompts(tokenizer, ChatTemplate.of(tokenizer), self._threads),
+            metrics=metrics,
+            board=HealthBoard(loop),
+            admission=Admission(config.max_calls),
+            watches=Admission(config.max_watches),
+            live=LiveCalls(),
+        )
+        live = self.backstage.live
+        metrics.read_at_scrape(queue_tokens=live.unread_tokens, waiting=live.untaken)
+        self._ops = OpsServer(registry, self._is_ready)
+        self._server: grpc.aio.Server | None = None
+        self._hurry = asyncio.Event()
+        self._health_timer: asyncio.TimerHandle | None = None
+        self.port = 0  # of the public listener
+        self.metrics_port = 0
+
+    async def start(self) -> None:
+        """Connects to the workers and listens. Raises ListenError."""
+        config = self._config
+        options = server_options(processes=config.processes, behind_balancer=config.behind_balancer)
+        log.info("event=options %s", " ".join(f"{name}={value}" for name, value in options))
+        telemetry = Telemetry(self.backstage.metrics, access_log=config.access_log)
+        guard = Guard(default_deadline=config.default_deadline, max_deadline=config.max_deadline)
+        self._server = grpc.aio.server(interceptors=(telemetry, guard), options=options)
+        self._add_services(self._server)
+        self.port = _listen(self._server, config.address)
+        await self._start_ops()
+        self.backstage.pool.watch(self._refresh_health)
+        self.backstage.pool.open()
+        await self._server.start()
+        self.backstage.board.set(health.PROCESS, is_serving=True)
+        self._tick()
+        log.info(
+            "event=listening address=%s port=%d metrics_port=%d", config.address, self.port, self.metrics_port
+        )
+
+    async def drain(self) -> None:
+        """Ends the process's work in order; returns when nothing is left. hurry() shortens it."""
+        backstage = self.backstage
+        log.info("event=drain_started generations=%d", len(backstage.live))
+        backstage.board.set_draining(True)
+        # The listener stays: balancers notice by health, callers get DRAINING, no refused connection.
+        listen = self._unless_hurried(asyncio.sleep(self._config.drain_listen))
+        idle = self._unless_hurried(self._idle_within(self._config.grace))
+        await asyncio.gather(listen, idle)
+        await self._end_rest()
+        if self._server is not None:
+            await self._server.stop(0)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_SECONDS):
+                await backstage.live.wait_until_empty()
+        self._close()
+        log.info("event=drained")
+
+    def hurry(self) -> None:
+        """Ends a drain's patience: what still runs is aborted."""
+        self._hurry.set()
+
+    # Parts
+
+    def _add_services(self, server: grpc.aio.Server) -> None:
+        add: Any = generation_pb2_grpc.add_GenerationServiceServicer_to_server
+        add(GenerationServicer(self.backstage), server)
+        add = server_pb2_grpc.add_ServerServiceServicer_to_server
+        add(InfoServicer(self.backstage), server)
+        health.add_health(server, self.backstage.board)
+        generation = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+        info = server_pb2.DESCRIPTOR.services_by_name["ServerService"].full_name
+        add_reflection(server, [generation, info])
+
+    async def _start_ops(self) -> None:
+        if not self._config.metrics_address:
+            return
+        host, _, port = self._config.metrics_address.rpartition(":")
+        try:
+            self.metrics_port = await self._ops.start(host.strip("[]"), int(port))
+        except OSError as error:
+            raise ListenError(f"metrics_address {self._config.metrics_address}: {error.strerror}") from error
+
+    def _accept(self, facts: WorkerFacts) -> str | None:
+        """What keeps a worker from being used with this tokenizer."""
+        tokenizer = self.backstage.prompts.tokenizer
+        if facts.tokenizer_sha256 != self._sha256:
+            return f"its tokenizer {facts.tokenizer_sha256[:12]} is not ours, {self._sha256[:12]}"
+        if facts.vocab_size < tokenizer.size:
+            return f"its vocabulary of {facts.vocab_size} is smaller than the tokenizer's {tokenizer.size}"
+        return None
+
+    # Health
+
+    def _is_ready(self) -> bool:
+        return self.backstage.board.status(health.GENERATION) == SERVING
+
+    def _refresh_health(self) -> None:
+        self.backstage.board.set(health.GENERATION, is_serving=bool(self.backstage.pool.usable))
+
+    def _tick(self) -> None:
+        self._refresh_health()
+        self._health_timer = self._loop.call_later(HEALTH_SECONDS, self._tick)
+
+    # Drain
+
+    async def _unless_hurried(self, patience: Coroutine[Any, Any, object]) -> None:
+        waits = [asyncio.ensure_future(patience), asyncio.ensure_future(self._hurry.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _idle_within(self, grace: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace):
+                await self.backstage.live.wait_until_empty()
+
+    async def _end_rest(self) -> None:
+        """What still runs ends with a status; a handler that is stuck in a write is cancelled."""
+        rest = self.backstage.live.everything()
+        for call in rest:
+            if call.run is not None:
+                call.run.fail(errors.draining(call.run.tokens_sent), AbortReason.OPERATOR)
+        if rest:
+            log.warning("event=grace_over generations=%d", len(rest))
+            await self._idle_within(ABORT_SECONDS)
+        for call in self.backstage.live.everything():
+            if call.task is not None:
+                call.task.cancel()
+
+    def _close(self) -> None:
+        if self._health_timer is not None:
+            self._health_timer.cancel()
+        self.backstage.pool.close()
+        self._ops.close()
+        self._threads.close()
+        if self._config.address.startswith("unix:"):
+            Path(self._config.address.removeprefix("unix:")).unlink(missing_ok=True)
+
+
+def _listen(server: grpc.aio.Server, address: str) -> int:
+    # A socket file is for its owner only, from the moment on that it exists.
+    before = os.umask(0o177) if address.startswith("unix:") else None
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ListenError(f"address {address} cannot be listened on: {error}") from error
+    finally:
+        if before is not None:
+            os.umask(before)
