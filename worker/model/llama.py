@@ -54,6 +54,11 @@ class Model:
         self.operations = operations
         self.num_parameters = num_parameters
 
+    @property
+    def max_context(self) -> int:
+        """Positions it can compute: those of its rotary table."""
+        return len(self.rotary.cos)
+
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states after the last norm: [T, hidden].
 

@@ -34,8 +34,11 @@ def resolve_model(
     checksum of fetched files again. Raises ModelError.
     """
     matched = _SCHEME.fullmatch(name)
-    if matched is None or Path(name).exists():
-        return _local(name)
+    try:
+        if matched is None or Path(name).exists():
+            return _local(name)
+    except OSError as error:  # no permission, a name too long for the file system
+        raise ModelError(ModelErrorReason.FILE_MISSING, f"cannot read {name[:200]}: {error}") from error
     scheme, rest = matched.groups()
     match scheme:
         case "pypi":
