@@ -143,7 +143,7 @@ class Request:
     constraint: Constraint | None = None
     traceparent: str = ""
     receive_time_ns: int = 0  # Unix time
-    deadline: float | None = None  # of the event loop's clock
+    deadline: float | None = None  # monotonic clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,8 +315,8 @@ class Call:
 
     method: str
     receive_time_ns: int = 0  # Unix time
-    received: float = 0.0  # the event loop's clock
-    deadline: float | None = None  # the event loop's clock; the earlier of the client's and ours
+    received: float = 0.0  # monotonic clock; uvloop's own ticks in milliseconds
+    deadline: float | None = None  # monotonic clock; the earlier of the client's and ours
     deadline_is_ours: bool = False
     attempts_before: int = 0  # grpc-previous-rpc-attempts
     traceparent: str = ""

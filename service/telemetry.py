@@ -61,7 +61,7 @@ class Telemetry(Interceptor):
         call = Call(
             method=method,
             receive_time_ns=time.time_ns(),
-            received=asyncio.get_running_loop().time(),
+            received=time.monotonic(),
             attempts_before=_whole(metadata_value(context, "grpc-previous-rpc-attempts")),
             traceparent=metadata_value(context, "traceparent"),
         )
@@ -84,7 +84,7 @@ class Telemetry(Interceptor):
             self._end(call, series, code)
 
     def _end(self, call: Call, series: _MethodSeries, code: str) -> None:
-        seconds = asyncio.get_running_loop().time() - call.received
+        seconds = time.monotonic() - call.received
         self._count(series, code, seconds)
         if self._access_log and not call.method.startswith(_QUIET):
             log.info(

@@ -1,6 +1,6 @@
 """When things happened to one request, and the metrics that follow from it.
 
-Owns its clock readings, all of the service's clock. Latencies are observed by who sends the message.
+Owns its clock readings, all of the monotonic clock: uvloop's ticks in milliseconds. Latencies are observed by who sends the message.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ STALLED_WRITE_SECONDS = 0.1
 
 
 class RequestAccount:
-    """Times of one request. `received` and every `now` are of the event loop's clock."""
+    """Times of one request. `received` and every `now` are of the monotonic clock."""
 
     __slots__ = ("_last_sent", "_metrics", "_received", "admitted_at", "first_token_at", "last_token_at")
 

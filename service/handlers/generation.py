@@ -8,6 +8,7 @@ from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 from kvatlas.v1 import generation_pb2 as pb
@@ -62,7 +63,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         faults = validate.stream_options(request.stream)
         shape = convert.stream_shape(request.stream) if not faults else _WHOLE
         async with self._running(request.spec, shape, faults) as run:
-            stream = _Stream(run, context, self._loop)
+            stream = _Stream(run, context)
             patience = asyncio.timeout(None)
             try:
                 async with patience:
@@ -154,7 +155,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             raise
         except asyncio.CancelledError:
             is_cancelled = True
-            has_deadline_passed = call.deadline is not None and self._loop.time() >= call.deadline - 0.01
+            has_deadline_passed = call.deadline is not None and monotonic() >= call.deadline - 0.01
             if has_deadline_passed:
                 failure = errors.deadline_passed()
             reason = AbortReason.DEADLINE if has_deadline_passed else AbortReason.CLIENT
@@ -173,7 +174,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             done = live.run if live is not None else None
             outcome = outcome_of(failure, done, is_cancelled=is_cancelled)
             counts = [choice.num_tokens for choice in done.choices] if done is not None else []
-            account.ended(outcome, self._loop.time(), counts)
+            account.ended(outcome, monotonic(), counts)
 
     def _checked(
         self, spec: pb.GenerationSpec, faults: Sequence[Violation], call: Call
@@ -279,7 +280,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> None:
         count = len(piece.token_ids)
         if count:
-            run.account.tokens(piece.index, count, self._loop.time(), are_sent=True)
+            run.account.tokens(piece.index, count, monotonic(), are_sent=True)
             if count > shape.min_tokens:
                 self._backstage.metrics.merges.inc(count - shape.min_tokens)
         if piece.has_content:
@@ -295,7 +296,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def _collect(self, run: GenerationRun, answer: "_Answer", piece: Piece) -> None:
         if piece.token_ids:
-            run.account.tokens(piece.index, len(piece.token_ids), self._loop.time(), are_sent=False)
+            run.account.tokens(piece.index, len(piece.token_ids), monotonic(), are_sent=False)
         answer.texts.append(piece.text)
         if run.request.output.ids:
             answer.token_ids.extend(piece.token_ids)
@@ -335,10 +336,9 @@ class _Answer:
 class _Stream:
     """The writing end of one call. Initial metadata goes out with the first message that commits it."""
 
-    def __init__(self, run: GenerationRun, context: Any, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, run: GenerationRun, context: Any) -> None:
         self._run = run
         self._context = context
-        self._loop = loop
         self._next_update = 0.0
 
     async def begin(self, message: pb.StreamGenerateResponse) -> None:
@@ -351,15 +351,15 @@ class _Stream:
 
     async def write(self, message: pb.StreamGenerateResponse) -> None:
         """One message; the time that a reader stalls it is counted, also when it never ends."""
-        began = self._loop.time()
+        began = monotonic()
         try:
             await self._context.write(message)
         finally:
-            self._run.account.written(self._loop.time() - began)
+            self._run.account.written(monotonic() - began)
 
     async def say_queued(self, pool: Any) -> None:
         """The place in the queue, at most once a second."""
-        outcome, now = self._run.outcome, self._loop.time()
+        outcome, now = self._run.outcome, monotonic()
         if outcome is None or now < self._next_update:
             return
         self._next_update = now + QUEUE_UPDATE_SECONDS - 0.01

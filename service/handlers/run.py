@@ -8,6 +8,7 @@ for its inbox. Knows no protobuf and no stream.
 import asyncio
 import logging
 from collections.abc import Sequence
+from time import monotonic
 
 import grpc
 
@@ -233,7 +234,7 @@ class GenerationRun:
     def _on_start(self, start: SequenceStart) -> None:
         if start.sequence_id not in self._ids:
             return
-        now = self._loop.time()
+        now = monotonic()
         if (lost_at := self._moves.pop(start.sequence_id, None)) is not None:
             self._count_resume(start, now - lost_at)
         if self.start is None:
@@ -345,7 +346,7 @@ class GenerationRun:
                 self.inbox.lost(LostReason.PARTITION)
 
     def _run_of(self, group: list[Choice]) -> Run:
-        now, request = self._loop.time(), self.request
+        now, request = monotonic(), self.request
         first = group[0]
         wants_prompt_scores = first.index == 0 and self.inbox.prompt_scores is None
         return Run(
