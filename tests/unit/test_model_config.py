@@ -105,7 +105,7 @@ def test_qwen_s_window_counts_only_when_switched_on() -> None:
 def test_what_is_not_understood_is_refused_by_name(
     changes: dict[str, Any], reason: ModelErrorReason, words: str
 ) -> None:
-    """B099, S1-12: unknown architecture, rope or quantisation, and values that cannot be."""
+    """B099: unknown architecture, rope or quantisation, and values that cannot be."""
     with pytest.raises(ModelError, match=words) as caught:
         parse(**changes)
     assert caught.value.reason is reason
