@@ -86,12 +86,11 @@ class WorkerConfig:
     )
     debug: bool = _option(False, "a failed audit is an exception that ends the worker")
     debug_poison: bool = _option(False, "fill freed pages with NaN")
-    seed: int = _option(0, "of everything that is drawn where no request says otherwise", low=0)
+    fingerprint_key: str = _option("", "hex key of page fingerprints; empty: drawn at each start")
+    seed: int = _option(0, "of random weights", low=0)
     # Only with --runner fake.
     fake_step_ms: float = _option(0.0, "time that a step of the fake runner takes", low=0.0, high=10000.0)
-    fake_vocab: int = _option(
-        256, "vocabulary of the fake runner when the model is not read", low=2, high=1 << 24
-    )
+    fake_eos_every: int = _option(0, "about one of so many of its tokens ends a sequence; 0: none", low=0)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -132,6 +131,8 @@ class WorkerConfig:
             )
         if not self.worker_id or len(self.worker_id) > 64 or "/" in self.worker_id:
             faults.append(f"worker_id: {self.worker_id!r} is not 1 to 64 characters without '/'")
+        if not _is_key(self.fingerprint_key):
+            faults.append("fingerprint_key: not an even number of hex digits, at most 128")
         if faults:
             raise ConfigError("; ".join(faults))
         return self
@@ -289,6 +290,13 @@ def _fault(option: Any, value: Any) -> str | None:
     if high is not None and not value <= high:
         return f"{option.name}: {value} is more than {high}"
     return None
+
+
+def _is_key(text: str) -> bool:
+    try:
+        return len(bytes.fromhex(text)) <= 64
+    except ValueError:
+        return False
 
 
 def _toml_string(text: str) -> str:

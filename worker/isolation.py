@@ -10,6 +10,9 @@ from collections.abc import Callable
 from worker.execution.runner import Runner
 from worker.scheduling.step import Step, StepResult, TokenLogprob
 
+NO_TOKEN_ID = -1
+"""Stands for the token of a span that failed; nobody reads it."""
+
 OUT_OF_MEMORY_NAMES = frozenset({"OutOfMemoryError", "MemoryError"})
 
 
@@ -42,7 +45,7 @@ def one_span(step: Step, span: int) -> Step:
 
 
 def run_span_by_span(
-    runner: Runner, step: Step, on_failure: Callable[[int, BaseException], None]
+    runner: Runner, step: Step, on_failure: Callable[[Step, int, BaseException], None]
 ) -> StepResult:
     """The result of a step whose spans run alone; who raises is in `failed`. Lets out-of-memory through."""
     tokens: dict[int, int] = {}
@@ -57,7 +60,7 @@ def run_span_by_span(
             if is_out_of_memory(error):
                 raise
             failed[span] = f"{type(error).__name__} in the step of this sequence"
-            on_failure(span, error)
+            on_failure(step, span, error)
             continue
         seconds += result.seconds
         if result.token_ids:
@@ -68,5 +71,5 @@ def run_span_by_span(
             prompt_logprobs[span] = result.prompt_logprobs[0]
         if 0 in result.failed:
             failed[span] = result.failed[0]
-    ids = [tokens.get(span, 0) for span in step.sampled]  # what failed has no token; nobody reads the 0
+    ids = [tokens.get(span, NO_TOKEN_ID) for span in step.sampled]
     return StepResult(ids, logprobs, prompt_logprobs, failed, seconds)

@@ -60,6 +60,7 @@ class Flush:
     tenant: str
     salt: bytes | None
     include_active: bool
+    include_pinned: bool
 
 
 EngineCommand = AddRequest | Abort | DropSource | ReadRows | Flush
@@ -67,7 +68,7 @@ EngineCommand = AddRequest | Abort | DropSource | ReadRows | Flush
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """One step's outputs by service; a step of None: sequences that ended between steps."""
+    """One step's outputs by service, and what ended since the one before."""
 
     step: int
     seconds: float

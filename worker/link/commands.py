@@ -89,7 +89,7 @@ class CommandDesk:
             case "flush":
                 asked = command.flush
                 salt = asked.salt.encode() if asked.HasField("salt") else None
-                self._to_engine(Flush(ticket, asked.tenant, salt, asked.include_active))
+                self._to_engine(Flush(ticket, asked.tenant, salt, asked.include_active, asked.include_pinned))
             case None:
                 raise CallRefused(
                     CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD, "command: none is set"

@@ -6,13 +6,14 @@ slow subscriber loses it finds out by `base_number` and asks for a snapshot.
 
 import logging
 import time
+from dataclasses import replace
 
 import zmq
 
 from worker.channels import Handover, OutputQueue
 from worker.description import WorkerDescription
 from worker.link import page_codec
-from worker.link.server import last_endpoint
+from worker.link.addresses import advertised, last_endpoint
 from worker.log import log_event
 from worker.messages import (
     CallError,
@@ -54,7 +55,6 @@ class PageFeed:
         calls: Handover[ObserverCall],
         answers: OutputQueue[LinkMessage],
     ) -> None:
-        self._description = description
         self._ring = ring
         self._calls = calls
         self._answers = answers
@@ -71,7 +71,8 @@ class PageFeed:
         except zmq.ZMQError:
             self._socket.close()
             raise
-        self.address = last_endpoint(self._socket)
+        # What services are told has the real port.
+        self.description = replace(description, pages_address=advertised(last_endpoint(self._socket)))
 
     def open(self) -> None:
         """Nothing to do: the socket was bound before the thread began."""
@@ -123,7 +124,7 @@ class PageFeed:
         self._next_sign = now + SIGN_OF_LIFE_SECONDS
         message = page_codec.delta_feed(
             delta,
-            description=self._description,
+            description=self.description,
             pool=pool,
             counts=fold.counts,
             num_events=num_events,
@@ -143,14 +144,14 @@ class PageFeed:
                 return
             batch = page_codec.event_batch(
                 events,
-                epoch_ns=self._description.epoch,
-                page_size=self._description.pool.page_size,
+                epoch_ns=self.description.epoch,
+                page_size=self.description.pool.page_size,
                 started=started,
                 ended_owners=ended,
             )
             self._event_number = events.last_number
             message = page_codec.event_feed(
-                batch, description=self._description, pool=pool, counts=fold.counts, time_ns=time.time_ns()
+                batch, description=self.description, pool=pool, counts=fold.counts, time_ns=time.time_ns()
             )
             message.revision.number = events.last_number
             self._send(EVENTS, message.SerializeToString())
@@ -167,7 +168,7 @@ class PageFeed:
             reply = page_codec.snapshot_reply(
                 call.ticket.command_id,
                 part,
-                description=self._description,
+                description=self.description,
                 pool=pool,
                 counts=fold.counts,
                 is_first=number == 0,
@@ -194,7 +195,7 @@ class PageFeed:
             after = events.last_number
             is_last = after >= pool.revision
             reply = page_codec.replay_reply(
-                call.ticket.command_id, events, description=self._description, more=not is_last
+                call.ticket.command_id, events, description=self.description, more=not is_last
             )
             self._answers.put(EncodedReply(call.ticket, reply.SerializeToString(), is_last))
             if is_last:

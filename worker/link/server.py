@@ -17,6 +17,7 @@ from kvatlas.worker.v1 import worker_pb2
 from worker.channels import CommandQueue, OutputQueue
 from worker.description import WorkerState
 from worker.link import codec, status_codec
+from worker.link.addresses import last_endpoint
 from worker.link.commands import CommandDesk
 from worker.link.peers import Peer, Peers, Refused
 from worker.log import log_event
@@ -48,13 +49,6 @@ FLUSH_MILLISECONDS = 500  # for the last messages of an orderly end
 _ABORT_REASONS = frozenset(map(int, AbortReason))
 
 logger = logging.getLogger("worker.link")
-
-
-def last_endpoint(socket: "zmq.Socket[bytes]") -> str:
-    """The address that a bound socket really has: a wildcard port became a number."""
-    endpoint = socket.get(zmq.LAST_ENDPOINT)
-    assert isinstance(endpoint, bytes)
-    return endpoint.rstrip(b"\0").decode()
 
 
 class EngineLink:

@@ -71,7 +71,7 @@ def compare_rows(
 
 
 class AuditClock:
-    """When the next round is due: not before the interval, and so that rounds cost a bounded share of time."""
+    """When the next round is due: not before the interval, and rounds cost a bounded share of time."""
 
     def __init__(self, interval_seconds: float, max_share: float) -> None:
         self._interval = interval_seconds

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from worker.ids import NO_PAGE
 from worker.pages.events import HIT_TAG, EventColumns, PageFlag, PageState
 from worker.pages.events import PageEventKind as Kind
+from worker.pages.snapshot import PoolSnapshot
 
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
@@ -204,3 +205,33 @@ class Ledger:
         self.shared_pages += sign * int(np.count_nonzero(refs >= 2))
         self.references += sign * int(refs.sum(dtype=np.int64))
         self.filled_slots += sign * int(self.filled[touched[states == ACTIVE]].sum(dtype=np.int64))
+
+    def restore(self, snapshot: PoolSnapshot) -> None:
+        """Starts over from a snapshot; events between are lost to the counts by kind."""
+        self.revision, self.step = snapshot.number, snapshot.step
+        self.states[:] = np.frombuffer(snapshot.states, dtype=np.uint8)
+        flags = np.frombuffer(snapshot.flags, dtype=np.uint8)
+        self.sealed[:] = flags & PageFlag.SEALED != 0
+        self.pinned[:] = flags & PageFlag.PINNED != 0
+        self.refs[:] = np.frombuffer(snapshot.ref_counts, dtype=np.uint16)
+        self.filled[:] = np.frombuffer(snapshot.filled_slots, dtype=np.uint16)
+        self.owners[:] = np.frombuffer(snapshot.owners, dtype=np.uint16)
+        self.hits[:] = np.frombuffer(snapshot.hit_counts, dtype=np.uint16)
+        self.parents[:] = np.frombuffer(snapshot.parent_page_ids, dtype=np.uint32)
+        self.born_ms[:] = np.frombuffer(snapshot.born_ms, dtype=np.uint32)
+        self.used_ms[:] = np.frombuffer(snapshot.used_ms, dtype=np.uint32)
+        self.fingerprints[:] = np.frombuffer(snapshot.fingerprints, dtype=np.uint64)
+        self._lives[:] = (self.states != FREE) & (self.states != RESERVED)
+        self.state_counts[:] = 0
+        self.shared_pages = self.references = self.filled_slots = 0
+        self._count(np.arange(self.num_pages + 1, dtype=np.uint32), +1)
+        self._sharers = self._find_sharers(snapshot)
+        self.dirty[:] = True
+
+    def _find_sharers(self, snapshot: PoolSnapshot) -> dict[int, list[int]]:
+        sharers: dict[int, list[int]] = {}
+        for view in snapshot.sequences:
+            for page in view.page_ids:
+                if self.refs[page] >= 2 and self.owners[page] != view.owner:
+                    sharers.setdefault(page, []).append(view.owner)
+        return sharers

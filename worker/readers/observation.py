@@ -24,4 +24,4 @@ class Observation:
     idle_seconds: float  # in total since the start
     steps: Sequence[StepStats]
     audit: AuditRound | None = None
-    snapshot: PoolSnapshot | None = None  # asked for after a loss: replaces pages; changes are all sequences
+    snapshot: PoolSnapshot | None = None  # asked for after a loss: replaces everything

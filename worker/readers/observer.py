@@ -213,10 +213,8 @@ class Observer:
         fold.ledger.restore(observation.snapshot)
         fold.num_rebuilds += 1
         self._waits_for_snapshot = False
-        for view in observation.changes:
-            self._change(view)
-        held = [(entry.view.owner, entry.pages) for entry in fold.book]
-        fold.ledger.restore_owners(held)
+        for view in observation.snapshot.sequences:
+            fold.book.change(view)
         log_event(logger, logging.INFO, "observer_rebuilt", revision=fold.ledger.revision)
 
     def _view(self, pool: PoolTotals) -> MetricsView:

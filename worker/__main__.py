@@ -1,0 +1,53 @@
+"""`python -m worker`: config → worker → run → exit status. No logic."""
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from kvatlas.models.errors import ModelError
+from worker import log
+from worker.config import ConfigError, from_args, wants_print
+from worker.devices import choose_device
+from worker.link.addresses import AddressInUse
+from worker.process import WorkerProcess
+
+USAGE_STATUS = 2
+START_STATUS = 1
+
+logger = logging.getLogger("worker")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs a worker until a signal; returns the exit status."""
+    try:
+        config = from_args(arguments)
+    except ConfigError as error:
+        print(f"python -m worker: {error}", file=sys.stderr)  # noqa: T201
+        return USAGE_STATUS
+    if wants_print(arguments):
+        print(config.printable())  # noqa: T201
+        return 0
+    log.set_up(config.log_level)
+    try:
+        with WorkerProcess(config, choose_device(config)) as worker:
+            _install_signals(worker)
+            return worker.run()
+    except (ConfigError, ModelError, AddressInUse, OSError) as error:
+        log.log_event(logger, logging.ERROR, "start_failed", why=error)
+        return START_STATUS
+
+
+def _install_signals(worker: WorkerProcess) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if worker.is_loading:
+            raise SystemExit(0)  # nothing runs: the with-block above ends what was begun
+        worker.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

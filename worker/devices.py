@@ -1,0 +1,132 @@
+"""Which runner a config asks for: first the facts of its model, in milliseconds, then the runner itself.
+
+The worker answers services while the runner still loads, so both are apart. torch is imported only
+where the torch runner was chosen.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Protocol, cast
+
+from kvatlas.models.files import ModelFiles, ModelKind
+from kvatlas.models.gguf import GgufFile
+from kvatlas.models.resolve import resolve_model
+from kvatlas.models.shapes import SHAPES
+from kvatlas.models.vocabulary import read_json, read_vocabulary, tokenizer_digest
+from worker.config import WorkerConfig
+from worker.description import ModelDescription
+from worker.execution.fake_runner import FakeModel, FakeRunner
+from worker.execution.runner import Runner
+
+ROW_ALIGNMENT = 32  # entries of a row of the page table
+FAKE_CONTEXT = 8192
+FAKE_PAGES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What is known before anything is loaded."""
+
+    model: ModelDescription
+    automatic_pages: int  # the pool's size where the config names none
+    page_bytes: int = 0
+    layer_count: int = 0
+    kv_head_count: int = 0
+    head_dim: int = 0
+    dtype: str = ""
+    device: str = "cpu"
+    device_name: str = ""
+    device_memory_bytes: int = 0
+    attention_backend: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+class Device(Protocol):
+    """One kind of runner."""
+
+    def facts(self, config: WorkerConfig) -> DeviceFacts:
+        """Reads the model's description; fast. Raises ModelError, ConfigError."""
+        ...
+
+    def build(self, config: WorkerConfig) -> Runner:
+        """Loads the model and allocates the pool; slow. `config` is resolved."""
+        ...
+
+
+def choose_device(config: WorkerConfig) -> Device:
+    """The kind that the config names."""
+    if config.runner == "fake":
+        return FakeDevice()
+    return cast(Device, import_module("worker.torch_device").TorchDevice())
+
+
+def row_width(config: WorkerConfig) -> int:
+    """Slots per row: whole pages for the longest sequence, a multiple of 128 bytes (S1-02, H16)."""
+    step = math.lcm(ROW_ALIGNMENT, config.page_size)
+    longest = min(config.max_context, config.num_pages * config.page_size)
+    return -(-longest // step) * step
+
+
+class FakeDevice:
+    """A device of lists. Takes ids and digests of a model's tokenizer, never its weights."""
+
+    def facts(self, config: WorkerConfig) -> DeviceFacts:
+        """See Device."""
+        return DeviceFacts(
+            model=describe(resolve_model(config.model), FAKE_CONTEXT),
+            automatic_pages=FAKE_PAGES,
+            layer_count=1,
+            kv_head_count=1,
+            head_dim=1,
+            dtype="int64",
+            device_name="lists",
+            attention_backend="fake",
+        )
+
+    def build(self, config: WorkerConfig) -> Runner:
+        """See Device."""
+        model = describe(resolve_model(config.model), FAKE_CONTEXT)
+        return FakeRunner(
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            max_running=config.max_running,
+            row_width=row_width(config),
+            model=FakeModel(model.vocab_size, model.eos_token_ids, config.fake_eos_every),
+            step_seconds=config.fake_step_ms / 1000,
+        )
+
+
+def describe(files: ModelFiles, max_context: int, vocab_size: int | None = None) -> ModelDescription:
+    """What services are told of a model; without a `vocab_size`, that of its tokenizer."""
+    vocabulary = read_vocabulary(files)
+    size = vocab_size or vocabulary.num_ids or _shape_vocab_size(files)
+    return ModelDescription(
+        model_id=files.model_id,
+        revision=files.revision,
+        vocab_size=size,
+        max_context_tokens=max_context,
+        eos_token_ids=tuple(sorted(vocabulary.eos_ids)),
+        tokenizer_sha256=tokenizer_digest(files),
+        has_chat_template=_has_chat_template(files),
+    )
+
+
+def _shape_vocab_size(files: ModelFiles) -> int:
+    size = SHAPES.get(files.shape or "", {}).get("vocab_size")
+    assert isinstance(size, int), f"{files.name}: nobody says how many tokens there are"
+    return size
+
+
+def _has_chat_template(files: ModelFiles) -> bool:
+    match files.kind:
+        case ModelKind.GGUF:
+            with GgufFile(files.location) as file:
+                return file.text("tokenizer.chat_template") is not None
+        case ModelKind.FOLDER:
+            settings = files.location / "tokenizer_config.json"
+            has_setting = settings.is_file() and "chat_template" in read_json(settings)
+            return has_setting or (files.location / "chat_template.jinja").is_file()
+        case ModelKind.RANDOM:
+            return False

@@ -1,0 +1,332 @@
+"""The loop: commands → schedule → launch → commit the step before → publish.
+
+One thread, the main one, owns every mutable thing behind it: scheduler, pages, runner. It never waits
+for a socket, encodes nothing and logs nothing per token. With overlap a step is decided and launched
+before the one before it is committed; without, each step is committed at once.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from worker.channels import CommandQueue, Handover, OutputQueue
+from worker.description import WorkerState
+from worker.execution.runner import Runner, StepHandle
+from worker.isolation import is_out_of_memory, run_span_by_span
+from worker.log import log_event
+from worker.messages import EngineCommand, LinkMessage, StepOutputs
+from worker.obey import Obedience
+from worker.readers.audit import AuditClock, AuditFailed, AuditRound, Finding, compare_rows
+from worker.readers.metrics import CHECKS
+from worker.readers.observation import Observation
+from worker.scheduling.output import FailureReason
+from worker.scheduling.scheduler import Scheduler
+from worker.scheduling.step import Step, StepResult
+from worker.stats import StepStats
+from worker.status import StatusBoard, StepMark
+
+OBSERVE_SECONDS = 0.05
+IDLE_OBSERVE_SECONDS = 1.0  # an idle worker still accrues idle time
+ROOM_SECONDS = 0.05
+AUDIT_SHARE = 0.005  # of the engine's time at most
+AUDITED_ROWS = 4  # compared with the device in one round
+EXIT_OK, EXIT_BUG, EXIT_OUT_OF_MEMORY = 0, 70, 75
+
+logger = logging.getLogger("worker.engine")
+
+
+class DeviceFull(Exception):
+    """The device has no memory left: nothing on it can be trusted to run."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How the loop runs."""
+
+    overlap: bool = False
+    drain_grace: float = 60.0
+    audit_interval: float = 1.0
+    debug: bool = False
+    poison: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    step: Step
+    handle: StepHandle
+    began: float
+
+
+class Engine:
+    """`run` on the main thread; `stop`, `fail` and `ask_for_snapshot` from anywhere, signal handlers too."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        settings: EngineSettings,
+        *,
+        commands: CommandQueue[EngineCommand],
+        outputs: OutputQueue[LinkMessage],
+        observations: Handover[Observation],
+        board: StatusBoard,
+        on_state: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._settings = settings
+        self._commands = commands
+        self._outputs = outputs
+        self._observations = observations
+        self._board = board
+        self._on_state = on_state
+        self._clock = clock
+        self._obedience = Obedience(scheduler, runner, outputs, board.description.pool)
+        self._in_flight: deque[_Launched] = deque()
+        self._num_stops = 0
+        self._has_failed = False
+        self._drain_end: float | None = None
+        self._wants_snapshot = False
+        self._steps: list[StepStats] = []
+        self._audit: AuditRound | None = None  # not handed over yet
+        self._audit_clock = AuditClock(settings.audit_interval, AUDIT_SHARE)
+        self._next_observation = 0.0
+        self._has_news = True  # something happened since the last observation
+        self._idle_seconds = 0.0
+
+    # From other threads.
+
+    def stop(self) -> None:
+        """Begins to drain; the second call ends what is left at once."""
+        self._num_stops += 1
+        self._commands.wake()
+
+    def fail(self) -> None:
+        """Another thread is dead: there is nothing to drain for."""
+        self._has_failed = True
+        self._commands.wake()
+
+    def ask_for_snapshot(self) -> None:
+        """The next observation carries everything."""
+        self._wants_snapshot = True
+        self._commands.wake()
+
+    # The loop.
+
+    def run(self) -> int:
+        """Serves until a drain is over; returns the exit status of the process."""
+        self._set_state(WorkerState.SERVING)
+        status = EXIT_OK
+        try:
+            while not self._is_over():
+                self._turn()
+            status = EXIT_BUG if self._has_failed else EXIT_OK
+        except DeviceFull as error:
+            log_event(logger, logging.ERROR, "device_out_of_memory", why=error.__cause__)
+            self._end_all(FailureReason.DEVICE_OUT_OF_MEMORY, "the device is out of memory")
+            status = EXIT_OUT_OF_MEMORY
+        except Exception:
+            logger.exception("event=engine_failed")
+            self._end_all(FailureReason.INTERNAL, "the engine failed")
+            status = EXIT_BUG
+        return status
+
+    def _turn(self) -> None:
+        now = self._clock()
+        for command in self._commands.drain():
+            self._obedience.obey(command, now)
+            self._has_news = True
+        step = self._launch(now)
+        is_busy = bool(self._in_flight)
+        keep = 1 if self._settings.overlap and step is not None else 0
+        while len(self._in_flight) > keep:
+            self._commit_oldest()
+        self._publish()
+        now = self._clock()
+        if self._audit_clock.is_due(now):
+            self._run_audit(now)
+        if is_busy:
+            self._has_news = True
+        if now >= self._next_observation and self._has_news:
+            self._observe(now)
+        if not is_busy and not self._scheduler.has_work(now):
+            self._sleep(now)
+
+    def _launch(self, now: float) -> Step | None:
+        """Decides the next step and starts it, where there is one and somebody takes its outputs."""
+        if self._outputs.is_full:
+            if not self._in_flight:
+                self._outputs.wait_for_room(ROOM_SECONDS)
+            return None
+        if not self._scheduler.has_work(now):
+            return None
+        step = self._scheduler.schedule(now)
+        if step is not None:
+            self._in_flight.append(_Launched(step, self._runner.launch(step), now))
+        return step
+
+    def _sleep(self, now: float) -> None:
+        """Nothing to run: until a command, a deadline, or the next observation."""
+        limits = [self._next_observation if self._has_news else now + IDLE_OBSERVE_SECONDS]
+        limits += [time for time in (self._scheduler.next_deadline(now), self._drain_end) if time is not None]
+        command = self._commands.wait(max(0.0, min(limits) - now))
+        woken = self._clock()
+        self._idle_seconds += woken - now
+        self._has_news = True
+        if command is not None:
+            self._obedience.obey(command, woken)
+
+    # Steps.
+
+    def _commit_oldest(self) -> None:
+        launched = self._in_flight[0]
+        try:
+            result = launched.handle.result()
+        except Exception as error:
+            self._isolate(error)
+            return
+        self._in_flight.popleft()
+        self._commit(launched, result)
+
+    def _commit(self, launched: _Launched, result: StepResult) -> None:
+        step, now = launched.step, self._clock()
+        self._scheduler.commit(step, result, now)
+        num_prefill = step.num_tokens - step.num_decode
+        self._board.step = StepMark(step.number, now)
+        self._steps.append(
+            StepStats(step.number, now - launched.began, len(step.rows), num_prefill, step.num_decode)
+        )
+        for span, why in result.failed.items():
+            log_event(
+                logger,
+                logging.ERROR,
+                "sequence_failed",
+                sequence=step.sequence_ids[span],
+                step=step.number,
+                why=why,
+            )
+
+    def _isolate(self, error: Exception) -> None:
+        """A step raised: all steps in flight run again span by span, and only who breaks one ends.
+
+        Steps behind the broken one are void, too: they read tokens that it did not write.
+        """
+        log_event(logger, logging.ERROR, "step_failed", step=self._in_flight[0].step.number, why=repr(error))
+        if is_out_of_memory(error):
+            raise DeviceFull from error
+        for behind in list(self._in_flight)[1:]:
+            try:
+                behind.handle.result()
+            except Exception as later:
+                log_event(logger, logging.ERROR, "step_failed", step=behind.step.number, why=repr(later))
+        while self._in_flight:
+            launched = self._in_flight[0]
+            try:
+                result = run_span_by_span(self._runner, launched.step, self._log_broken_span)
+            except Exception as worse:
+                raise DeviceFull from worse
+            self._in_flight.popleft()
+            self._commit(launched, result)
+
+    @staticmethod
+    def _log_broken_span(step: Step, span: int, error: BaseException) -> None:
+        text = "event=span_failed sequence=%d step=%d"
+        logger.error(text, step.sequence_ids[span], step.number, exc_info=error)
+
+    def _publish(self) -> None:
+        by_source = self._scheduler.take_outputs()
+        if by_source:
+            seconds = self._steps[-1].seconds if self._steps else 0.0
+            self._outputs.put(StepOutputs(self._board.step.number, seconds, by_source))
+
+    # Ends.
+
+    def _is_over(self) -> bool:
+        """Whether to leave the loop; begins and ends the drain."""
+        if self._has_failed:
+            self._end_all(FailureReason.INTERNAL, "the worker failed")
+            return True
+        if not self._num_stops:
+            return False
+        now = self._clock()
+        if self._drain_end is None:
+            self._drain_end = now + self._settings.drain_grace
+            self._scheduler.set_draining(True)
+            self._set_state(WorkerState.DRAINING)
+            log_event(logger, logging.INFO, "drain_began", live=self._scheduler.num_live)
+        if self._scheduler.num_live and now < self._drain_end and self._num_stops == 1:
+            return False
+        self._finish_drain(now)
+        return True
+
+    def _finish_drain(self, now: float) -> None:
+        handed_over = self._scheduler.drain_rest(now)
+        while self._in_flight:
+            self._commit_oldest()
+        for command in self._commands.drain():  # what came meanwhile is answered: draining
+            self._obedience.obey(command, now)
+        self._publish()
+        log_event(logger, logging.INFO, "drain_ended", handed_over=handed_over)
+        self._observe(self._clock())
+
+    def _end_all(self, reason: FailureReason, message: str) -> None:
+        """Every sequence ends, as far as the books still allow; the process ends after this."""
+        now = self._clock()
+        try:
+            while self._in_flight:
+                self._scheduler.abandon(self._in_flight.popleft().step, reason, message, now)
+            ids = [view.sequence_id for view in self._scheduler.sequence_views()]
+            self._scheduler.fail(ids, reason, message, now)
+            self._scheduler.set_draining(True)
+            for command in self._commands.drain():
+                self._obedience.obey(command, now)
+            self._publish()
+        except Exception:
+            logger.exception("event=ends_lost")  # services see the connection close
+
+    def _set_state(self, state: WorkerState) -> None:
+        self._board.state = state
+        self._on_state()
+
+    # Observation.
+
+    def _observe(self, now: float) -> None:
+        changes, progress = self._scheduler.take_changes(), self._scheduler.progress()
+        wants_snapshot, self._wants_snapshot = self._wants_snapshot, False
+        counts = self._scheduler.counts()
+        observation = Observation(
+            revision=self._scheduler.cache.events.number,
+            changes=changes.views,
+            ended=changes.ended_ids,
+            progress_owners=progress.owners,
+            progress_tokens=progress.token_counts,
+            counts=counts,
+            rows_used=counts.running_sequences,
+            idle_seconds=self._idle_seconds,
+            steps=self._steps,
+            audit=self._audit,
+            snapshot=self._scheduler.snapshot() if wants_snapshot else None,
+        )
+        self._steps, self._audit = [], None
+        if not self._observations.put(observation):
+            self._wants_snapshot = True  # what was in it is lost to the observer
+        self._has_news = False
+        self._next_observation = now + OBSERVE_SECONDS
+
+    def _run_audit(self, now: float) -> None:
+        findings = [Finding(found.check, str(found)) for found in self._scheduler.check()]
+        rows = self._scheduler.rows_for_audit(AUDITED_ROWS)
+        if rows:
+            slots = list(rows.values())
+            on_device = self._runner.read_rows(list(rows), [len(row) for row in slots])
+            findings += compare_rows(list(rows), slots, on_device)
+        seconds = self._clock() - now
+        self._audit_clock.done(now, seconds)
+        checks = CHECKS if rows else CHECKS[:-1]
+        self._audit = AuditRound(checks, findings, seconds, time.time_ns())
+        self._has_news = True
+        if findings and self._settings.debug:
+            raise AuditFailed("; ".join(finding.text for finding in findings))

@@ -1,0 +1,86 @@
+"""Addresses of the worker's sockets: private folders and locks for ipc, real ports for tcp.
+
+libzmq takes over an ipc path that another process has bound without a word, so each is guarded by a
+lock file that dies with its holder.
+"""
+
+import contextlib
+import fcntl
+import os
+import socket
+from pathlib import Path
+from typing import IO
+
+import zmq
+
+
+class AddressInUse(Exception):
+    """Another worker lives at this address; the text is for the user."""
+
+
+class IpcGuard:
+    """Holds the paths of ipc addresses for this process; others are ignored."""
+
+    def __init__(self) -> None:
+        self._locks: list[tuple[Path, IO[bytes]]] = []
+
+    def take(self, address: str) -> None:
+        """Makes the folder (mode 0700) and takes the lock. Raises AddressInUse, OSError."""
+        if not address.startswith("ipc://"):
+            return
+        path = Path(address.removeprefix("ipc://"))
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock_path = path.with_name(path.name + ".lock")
+        lock = open(lock_path, "wb")  # noqa: SIM115  # held until release
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise AddressInUse(f"{address}: another worker has it") from None
+        self._locks.append((path, lock))
+
+    def release(self) -> None:
+        """Removes sockets and locks; idempotent."""
+        for path, lock in self._locks:
+            for file in (path, path.with_name(path.name + ".lock")):
+                with contextlib.suppress(OSError):
+                    file.unlink()
+            lock.close()
+        for folder in {path.parent for path, _ in self._locks}:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # only where nothing else is in it
+        self._locks.clear()
+
+
+def zmq_address(address: str) -> str:
+    """As libzmq takes it: port 0 is a wildcard there."""
+    if address.startswith("tcp://") and address.endswith(":0"):
+        return address[:-1] + "*"
+    return address
+
+
+def check_private(address: str) -> None:
+    """Raises PermissionError when others could reach the folder of an ipc address."""
+    if not address.startswith("ipc://"):
+        return
+    folder = Path(address.removeprefix("ipc://")).parent
+    status = os.stat(folder)
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(
+            f"{folder} is not private: owner {status.st_uid}, mode {status.st_mode & 0o777:o}"
+        )
+
+
+def advertised(address: str) -> str:
+    """The address that services are told: one that is bound on all interfaces gets this host's name."""
+    for anywhere in ("tcp://0.0.0.0:", "tcp://[::]:"):
+        if address.startswith(anywhere):
+            return f"tcp://{socket.gethostname()}:{address.removeprefix(anywhere)}"
+    return address
+
+
+def last_endpoint(socket: "zmq.Socket[bytes]") -> str:
+    """The address that a bound socket really has: a wildcard port became a number."""
+    endpoint = socket.get(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return endpoint.rstrip(b"\0").decode()

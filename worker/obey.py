@@ -1,0 +1,134 @@
+"""What the engine does with a command: the scheduler's verbs, and answers for those who asked.
+
+Runs on the engine's thread between two steps. Owns nothing but the way from a command to its answer.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from worker.channels import OutputQueue
+from worker.description import PoolDescription
+from worker.execution.runner import Runner
+from worker.ids import Row
+from worker.log import log_event
+from worker.messages import (
+    Abort,
+    AddAnswer,
+    AddRequest,
+    CallError,
+    CallFailure,
+    CallReason,
+    DropSource,
+    EngineCommand,
+    Flush,
+    FlushAnswer,
+    LinkMessage,
+    ReadRows,
+    RowsAnswer,
+    TableRow,
+)
+from worker.scheduling.request import AddOutcome, AddStatus
+from worker.scheduling.scheduler import Scheduler
+from worker.stats import SequenceView
+
+logger = logging.getLogger("worker.engine")
+
+
+class Obedience:
+    """Carries out commands, one at a time; none of them can end the loop."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        outputs: OutputQueue[LinkMessage],
+        pool: PoolDescription,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._outputs = outputs
+        self._pool = pool
+
+    def obey(self, command: EngineCommand, now: float) -> None:
+        """Does it and puts its answer out."""
+        match command:
+            case AddRequest():
+                self._add(command, now)
+            case Abort():
+                self._scheduler.abort(command.sequence_ids, command.reason, now)
+            case DropSource():
+                ended = self._scheduler.drop_source(command.source, now)
+                if ended:
+                    log_event(logger, logging.INFO, "sequences_dropped", service=command.source, count=ended)
+            case ReadRows():
+                self._answer(command, lambda: self._read_rows(command))
+            case Flush():
+                self._answer(command, lambda: self._flush(command, now))
+
+    def _add(self, command: AddRequest, now: float) -> None:
+        spec = command.spec
+        try:
+            if any(self._scheduler.is_live(spec.sequence_id + sample) for sample in range(spec.sample_count)):
+                outcome = AddOutcome(AddStatus.INVALID, message="sequence_id is in use")
+            else:
+                outcome = self._scheduler.add(spec, now)
+        except Exception:
+            # Refusing one request is better than ending all; the audit tells whether the books suffered.
+            logger.exception("event=add_failed request=%s", spec.request_id)
+            outcome = AddOutcome(AddStatus.INVALID, message="internal error")
+        self._outputs.put(AddAnswer(spec.source, spec.sequence_id, spec.sample_count, outcome))
+
+    def _answer(self, command: ReadRows | Flush, work: Callable[[], LinkMessage]) -> None:
+        try:
+            self._outputs.put(work())
+        except Exception as error:
+            logger.exception("event=command_failed")
+            failure = CallFailure(
+                command.ticket, CallError.INTERNAL, CallReason.INTERNAL, type(error).__name__
+            )
+            self._outputs.put(failure)
+
+    def _flush(self, command: Flush, now: float) -> FlushAnswer:
+        outcome = self._scheduler.flush(
+            now, _matcher(command.tenant, command.salt), command.include_active, command.include_pinned
+        )
+        return FlushAnswer(command.ticket, outcome.num_freed, outcome.num_unindexed)
+
+    def _read_rows(self, command: ReadRows) -> RowsAnswer:
+        views = {view.row: view for view in self._scheduler.sequence_views() if view.row is not None}
+        wanted = list(command.rows) or sorted(views)
+        if any(row > self._pool.max_running for row in wanted):
+            raise ValueError(f"row {max(wanted)}, the last is {self._pool.max_running}")
+        rows = [self._row(row, views.get(Row(row))) for row in wanted]
+        if command.from_device:
+            on_device = self._runner.read_rows(wanted, [len(row.slots) for row in rows])
+            rows = [
+                TableRow(row.row, row.owner, row.request_id, row.choice_index, row.token_count, slots)
+                for row, slots in zip(rows, on_device, strict=True)
+            ]
+        return RowsAnswer(command.ticket, self._scheduler.step_number + 1, rows)
+
+    def _row(self, row: int, view: SequenceView | None) -> TableRow:
+        if row == self._pool.max_running:  # the dummy row: all its entries are the dummy page's first slot
+            dummy = self._pool.num_pages * self._pool.page_size
+            return TableRow(row, 0, "", 0, 0, [dummy] * self._pool.row_width)
+        if view is None:
+            return TableRow(row, 0, "", 0, 0, ())
+        slots = _slots(view.page_ids, self._pool.page_size)
+        return TableRow(row, view.owner, view.request_id, view.choice_index, view.token_count, slots)
+
+
+def _slots(pages: Sequence[int], page_size: int) -> list[int]:
+    return [slot for page in pages for slot in range(page * page_size, (page + 1) * page_size)]
+
+
+def _matcher(tenant: str, salt: bytes | None) -> Callable[[bytes], bool] | None:
+    """Which page keys a flush means: a key is the tenant, a zero byte, and the salt."""
+    if not tenant and salt is None:
+        return None
+
+    def matches(key: bytes) -> bool:
+        of_tenant, _, of_salt = key.partition(b"\0")
+        return (not tenant or of_tenant == tenant.encode()) and (salt is None or of_salt == salt)
+
+    return matches

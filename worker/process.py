@@ -1,0 +1,325 @@
+"""The worker, put together: config → objects → threads, and their orderly end.
+
+Owns the ZeroMQ context, every thread and the order in which they begin and end. Services are answered
+from the first moment on; requests are taken once a real step has warmed the runner up.
+"""
+
+import logging
+import os
+import time
+from array import array
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+
+import zmq
+from prometheus_client import CollectorRegistry
+
+from worker.channels import CommandQueue, Handover, OutputQueue
+from worker.config import WorkerConfig
+from worker.description import PoolDescription, WorkerDescription
+from worker.devices import Device, DeviceFacts, row_width
+from worker.engine import Engine, EngineSettings
+from worker.execution.runner import Runner
+from worker.ids import Row, SequenceId
+from worker.link.addresses import IpcGuard, check_private, zmq_address
+from worker.link.http import StatusServer
+from worker.link.publisher import PageFeed
+from worker.link.server import EngineLink
+from worker.log import log_event
+from worker.messages import EngineCommand, LinkMessage, ObserverCall
+from worker.pages.page_cache import CacheConfig
+from worker.parent_watch import ParentWatch
+from worker.readers.metrics import WorkerCollector
+from worker.readers.observation import Observation
+from worker.readers.observer import Observer
+from worker.scheduling.sampling import SamplingParams
+from worker.scheduling.scheduler import Scheduler
+from worker.scheduling.settings import SchedulerConfig
+from worker.scheduling.step import RowStart, Step
+from worker.stats import LoadView
+from worker.status import first_board
+
+COMMAND_LIMIT = 4096
+OUTPUT_LIMIT = 1024
+OBSERVATION_LIMIT = 64  # about three seconds of a late observer
+CALL_LIMIT = 256
+
+logger = logging.getLogger("worker")
+
+
+class WorkerProcess:
+    """One worker: `with WorkerProcess(...) as worker: status = worker.run()`, `stop` to end it."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        device: Device,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        self._began = clock()
+        self._clock = clock
+        self._device = device
+        self._stack = ExitStack()
+        self._engine: Engine | None = None
+        self._is_stopping = False
+        try:
+            facts = device.facts(config)
+            self.config = config.resolved(
+                model_context=facts.model.max_context_tokens, automatic_pages=facts.automatic_pages
+            )
+            self._set_up(facts, registry or CollectorRegistry())
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _set_up(self, facts: DeviceFacts, registry: CollectorRegistry) -> None:
+        """Everything but the runner. What is entered last ends first."""
+        config, stack = self.config, self._stack
+        epoch, start = time.time_ns(), self._clock()
+        key = bytes.fromhex(config.fingerprint_key) or os.urandom(16)
+        self._scheduler = scheduler = Scheduler(_scheduler_config(config, facts, key, start))
+        self.commands: CommandQueue[EngineCommand] = CommandQueue(COMMAND_LIMIT)
+        self.outputs: OutputQueue[LinkMessage] = OutputQueue(OUTPUT_LIMIT)
+        stack.callback(self.outputs.close)
+        self.observations: Handover[Observation] = Handover(OBSERVATION_LIMIT)
+        calls: Handover[ObserverCall] = Handover(CALL_LIMIT)
+
+        guard = IpcGuard()
+        stack.callback(guard.release)
+        for address in (config.engine_address, config.pages_address):
+            guard.take(address)
+            check_private(address)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        stack.callback(context.term)
+        description = _description(config, facts, epoch, key)
+        feed = PageFeed(
+            context,
+            zmq_address(config.pages_address),
+            description=description,
+            ring=scheduler.cache.events,
+            calls=calls,
+            answers=self.outputs,
+        )
+        stack.callback(feed.close)
+        description = feed.description  # with the real port
+        self.description = description
+        self.board = board = first_board(description, start)
+
+        def keep_load(load: LoadView) -> None:
+            board.load = load
+
+        self.observer = observer = Observer(
+            scheduler.cache.events,
+            self.observations,
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            ask_for_snapshot=self._ask_for_snapshot,
+            on_load=keep_load,
+            on_failure=self._fail,
+            sink=feed,
+            clock=self._clock,
+        )
+
+        def ask_observer(call: ObserverCall) -> bool:
+            is_taken = calls.put(call)
+            observer.wake()
+            return is_taken
+
+        self.link = link = EngineLink(
+            context,
+            zmq_address(config.engine_address),
+            commands=self.commands,
+            outputs=self.outputs,
+            status=board,
+            to_observer=ask_observer,
+            on_failure=self._fail,
+            clock=self._clock,
+        )
+        WorkerCollector(
+            registry,
+            description,
+            view=lambda: observer.metrics,
+            mismatches=lambda: link.sequence_mismatches,
+            watermark_pages=scheduler.config.num_watermark_pages,
+        )
+        self.http: StatusServer | None = None
+        if config.metrics_port >= 0:
+            self.http = StatusServer(
+                config.metrics_host, config.metrics_port, registry=registry, board=board, clock=self._clock
+            )
+            stack.callback(self.http.close)
+        # The link ends before the observer: its last messages are answers of both.
+        stack.callback(observer.close)
+        stack.callback(link.close)
+        observer.start()
+        link.start()
+        if config.parent_watch:
+            stack.callback(ParentWatch(config.parent_watch, self.stop).close)
+        self._log_listening()
+
+    def _log_listening(self) -> None:
+        log_event(
+            logger,
+            logging.INFO,
+            "listening",
+            worker=self.config.worker_id,
+            engine=self.link.address,
+            pages=self.description.pages_address,
+            metrics_port=self.http.port if self.http else "off",
+        )
+
+    def __enter__(self) -> "WorkerProcess":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends every thread, socket and file of this worker; idempotent."""
+        self._stack.close()
+
+    def stop(self) -> None:
+        """Drain, then end; the second call does not wait for what runs. Safe in a signal handler."""
+        if self._engine is not None:
+            self._engine.stop()
+        self._is_stopping = True
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether nothing can run yet: ending now needs no drain."""
+        return self._engine is None
+
+    def _fail(self) -> None:
+        if self._engine is not None:
+            self._engine.fail()
+        self._is_stopping = True
+
+    def _ask_for_snapshot(self) -> None:
+        if self._engine is not None:
+            self._engine.ask_for_snapshot()
+
+    def run(self) -> int:
+        """Loads, warms up and serves until a drain is over; returns the exit status."""
+        runner = self._device.build(self.config)
+        try:
+            warm_up(runner, self.config.page_size)
+            engine = Engine(
+                self._scheduler,
+                runner,
+                EngineSettings(
+                    overlap=bool(self.config.overlap),
+                    drain_grace=self.config.drain_grace,
+                    audit_interval=self.config.audit_interval,
+                    debug=self.config.debug,
+                    poison=self.config.debug_poison,
+                ),
+                commands=self.commands,
+                outputs=self.outputs,
+                observations=self.observations,
+                board=self.board,
+                on_state=self.link.announce,
+                clock=self._clock,
+            )
+            self._engine = engine
+            if self._is_stopping:  # a signal came while the engine was made
+                engine.stop()
+            log_event(
+                logger,
+                logging.INFO,
+                "ready",
+                worker=self.config.worker_id,
+                pages=self.config.num_pages,
+                page_size=self.config.page_size,
+                max_running=self.config.max_running,
+                seconds=self._clock() - self._began,
+            )
+            return engine.run()
+        finally:
+            runner.close()
+
+
+def warm_up(runner: Runner, page_size: int) -> None:
+    """Two real steps, a prompt and a token, in row 0 and the first pages, which nobody has yet."""
+    start = RowStart(Row(0), SequenceId(0), 0, (0,), 1, SamplingParams(max_tokens=2), frozenset())
+    pages = array("i", range(-(-2 // page_size)))
+    prompt = Step(
+        number=0,
+        sequence_ids=(start.sequence_id,),
+        rows=array("i", (0,)),
+        starts=array("i", (0,)),
+        ends=array("i", (1,)),
+        sampled=(0,),
+        num_decode=0,
+        row_starts=(start,),
+        new_page_rows=array("i", (0,)) * len(pages),
+        new_page_indexes=pages,
+        new_page_ids=pages,
+    )
+    token = Step(
+        number=0,
+        sequence_ids=(start.sequence_id,),
+        rows=array("i", (0,)),
+        starts=array("i", (1,)),
+        ends=array("i", (2,)),
+        sampled=(0,),
+        num_decode=1,
+    )
+    for step in (prompt, token):
+        runner.launch(step).result()
+
+
+def _scheduler_config(config: WorkerConfig, facts: DeviceFacts, key: bytes, start: float) -> SchedulerConfig:
+    cache = CacheConfig(
+        num_pages=config.num_pages,
+        page_size=config.page_size,
+        eviction_policy=config.eviction_policy,
+        sharing=config.prefix_cache,
+        fingerprint_key=key,
+    )
+    return SchedulerConfig(
+        cache=cache,
+        max_running=config.max_running,
+        max_step_tokens=config.max_batch_tokens,
+        max_context_tokens=config.max_context,
+        max_queued_requests=config.max_queued,
+        watermark_pages=int(config.watermark * config.num_pages),
+        eos_token_ids=frozenset(facts.model.eos_token_ids),
+        start_time=start,
+    )
+
+
+def _description(config: WorkerConfig, facts: DeviceFacts, epoch: int, key: bytes) -> WorkerDescription:
+    pool = PoolDescription(
+        num_pages=config.num_pages,
+        page_size=config.page_size,
+        max_running=config.max_running,
+        row_width=row_width(config),
+        eviction_policy=config.eviction_policy,
+        page_bytes=facts.page_bytes,
+        layer_count=facts.layer_count,
+        kv_head_count=facts.kv_head_count,
+        head_dim=facts.head_dim,
+        dtype=facts.dtype,
+        device=facts.device,
+    )
+    return WorkerDescription(
+        worker_id=config.worker_id,
+        epoch=epoch,
+        model=facts.model,
+        pool=pool,
+        max_queued=config.max_queued,
+        max_context=config.max_context,
+        max_pinned_pages=config.num_pages // 4,
+        features=config.features,
+        pages_address="",
+        fingerprint_key=key,
+        attention_backend=facts.attention_backend,
+        device_name=facts.device_name,
+        device_memory_bytes=facts.device_memory_bytes,
+        versions=facts.versions,
+    )
