@@ -23,13 +23,16 @@ class IpcGuard:
 
     def __init__(self) -> None:
         self._locks: list[tuple[Path, IO[bytes]]] = []
+        self._made_folders: set[Path] = set()
 
     def take(self, address: str) -> None:
         """Makes the folder (mode 0700) and takes the lock. Raises AddressInUse, OSError."""
         if not address.startswith("ipc://"):
             return
         path = Path(address.removeprefix("ipc://"))
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.parent.exists():
+            path.parent.mkdir(mode=0o700, parents=True)
+            self._made_folders.add(path.parent)
         lock_path = path.with_name(path.name + ".lock")
         lock = open(lock_path, "wb")  # noqa: SIM115  # held until release
         try:
@@ -46,7 +49,7 @@ class IpcGuard:
                 with contextlib.suppress(OSError):
                     file.unlink()
             lock.close()
-        for folder in {path.parent for path, _ in self._locks}:
+        for folder in self._made_folders:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # only where nothing else is in it
         self._locks.clear()
