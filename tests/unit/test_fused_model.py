@@ -1,0 +1,57 @@
+"""The fused GPU network, through Triton's interpreter, against the plain one on the same parameters."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before the imports below
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+
+from kernels import reference  # noqa: E402
+from kernels.batch import KvLayer  # noqa: E402
+from kernels.decode_inputs import decode_inputs  # noqa: E402
+from worker.model.fused import MATVEC_ROWS, FusedModel  # noqa: E402
+from worker.model.toy import toy_config, toy_model  # noqa: E402
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, MATVEC_ROWS + 3])
+@pytest.mark.parametrize("changes", [{}, {"has_qk_norm": True, "has_qkv_bias": True}])
+def test_the_fused_network_computes_what_the_plain_one_does(num_tokens: int, changes: dict[str, bool]):
+    config = toy_config(**changes)
+    model = toy_model(config)
+    fused = FusedModel(model)
+    ids = torch.randint(0, config.vocab_size, (num_tokens,), dtype=torch.int32)
+    positions = torch.arange(num_tokens, dtype=torch.int32)
+    slots = torch.randperm(num_tokens + 4)[:num_tokens].int()
+    scale = config.head_dim**-0.5
+
+    def plain(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return reference.attention(q, k, v, positions, scale=scale)
+
+    def stored(kv: KvLayer, q: Tensor) -> Tensor:
+        return reference.attention(q, kv.k[slots.long()], kv.v[slots.long()], positions, scale=scale)
+
+    shape = (num_tokens + 4, config.num_kv_heads, config.head_dim)
+    kv = [KvLayer(torch.full(shape, float("nan")), torch.full(shape, float("nan"))) for _ in model.layers]
+    expected = model.logits(model.forward(ids, positions, plain))
+    hidden = fused.forward(fused.embedding[ids.long()].clone(), positions, slots, kv, stored)
+    torch.testing.assert_close(fused.logits(hidden).float(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_decode_inputs_reads_the_last_token_of_each_row():
+    """M-03, M-04, M-25: padding points at the dummy row and feeds token 0."""
+    table = torch.arange(4 * 32, dtype=torch.int32).view(4, 32)
+    table[3] = 999
+    token_ids = torch.randint(0, 50, (4, 32), dtype=torch.int32)
+    token_ids[3] = 0
+    embedding = torch.randn(50, 24)
+    rows, kv_lens = torch.tensor([2, 0, 3, 3]).int(), torch.tensor([7, 32, 1, 1]).int()
+    positions, slots, hidden = torch.zeros(4).int(), torch.zeros(4).int(), torch.zeros(4, 24)
+    decode_inputs(rows, kv_lens, table, token_ids, embedding, positions, slots, hidden)
+    assert positions.tolist() == [6, 31, 0, 0]
+    assert slots.tolist() == [int(table[2, 6]), int(table[0, 31]), 999, 999]
+    expected = embedding[[int(token_ids[2, 6]), int(token_ids[0, 31]), 0, 0]]
+    torch.testing.assert_close(hidden, expected, rtol=0, atol=0)
