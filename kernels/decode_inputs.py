@@ -19,7 +19,7 @@ def decode_inputs(
     slots: Tensor,
     hidden: Tensor,
 ) -> None:
-    """Fills positions, slots int32 [num_spans] and hidden [num_spans, width] for the last token of each row.
+    """Fills positions, slots int32 [num_spans] and hidden [num_spans, width] for each row's last token.
 
     rows, kv_lens int32 [num_spans]: the token at position kv_lens[i] - 1 of row rows[i] is computed;
     page_table, token_ids int32 [num_rows, row_width]; embedding [vocab, width]. Padding points at the dummy row.

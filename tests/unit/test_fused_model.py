@@ -10,11 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
-from kernels import reference  # noqa: E402
-from kernels.batch import KvLayer  # noqa: E402
-from kernels.decode_inputs import decode_inputs  # noqa: E402
-from worker.model.fused import MATVEC_ROWS, FusedModel  # noqa: E402
-from worker.model.toy import toy_config, toy_model  # noqa: E402
+from kernels import reference
+from kernels.batch import KvLayer
+from kernels.decode_inputs import decode_inputs
+from worker.model.fused import MATVEC_ROWS, FusedModel
+from worker.model.toy import toy_config, toy_model
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, MATVEC_ROWS + 3])
