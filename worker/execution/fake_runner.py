@@ -81,6 +81,7 @@ class FakeHandle:
         self._runner = runner
         self._ready_time = ready_time
         self.outcome: StepResult | None = None
+        self.poison: list[int] = []  # pages to be filled behind this step
 
     def result(self) -> StepResult:
         """Runs everything launched up to this step; waits for its time."""
@@ -156,7 +157,13 @@ class FakeRunner:
         self._queue.clear()
 
     def poison(self, pages: Sequence[int]) -> None:
-        """Fills pages that went back to the pool; reading one afterwards is an error."""
+        """Fills pages that went back to the pool, after what was launched; reading one is an error then."""
+        if self._queue:
+            self._queue[-1].poison.extend(pages)
+        else:
+            self._poison(pages)
+
+    def _poison(self, pages: Sequence[int]) -> None:
         for page in pages:
             first = page * self.page_size
             self.kv[first : first + self.page_size] = [POISON] * self.page_size
@@ -167,6 +174,7 @@ class FakeRunner:
         while handle.outcome is None and self._queue:
             oldest = self._queue.popleft()
             oldest.outcome = self._run(oldest.step)
+            self._poison(oldest.poison)
 
     def _run(self, step: Step) -> StepResult:
         self.num_steps += 1

@@ -127,18 +127,16 @@ class PageCache:
         self._evict(num_pages, array("H", (owner,)) * num_pages)
 
     def _evict(self, num_pages: int, owners: "array[int]") -> None:
-        policy, pool = self._policy, self.pool
-        for owner in owners:
+        policy = self._policy
+        victims = []
+        for _ in range(num_pages):
             page = policy.victim()
-            assert page is not None, f"{num_pages} evictions asked for, {pool.num_cached} pages cached"
-            self._drop(page, remember=True)
-            pool.unseal((page,), owner)
+            assert page is not None, f"{num_pages} evictions, {self.pool.num_cached} pages were cached"
+            policy.forget(page)
+            self._unindex(page, remember=True)
+            victims.append(page)
+        self.pool.unseal(victims, owners)
         self.num_capacity_evictions += num_pages
-
-    def _drop(self, page: int, remember: bool) -> None:
-        """Out of the eviction order and the index."""
-        self._policy.forget(page)
-        self._unindex(page, remember)
 
     def _unindex(self, page: int, remember: bool) -> None:
         parent = self._index.remove(page, remember)
@@ -184,7 +182,7 @@ class PageCache:
             if not in_use:
                 self._policy.forget(page)
             self._unindex(page, remember=False)
-            pool.unseal((page,), 0)
+            pool.unseal((page,), (0,))
             num_freed += not in_use
             num_unindexed += in_use
         self.num_flush_evictions += num_freed + num_unindexed

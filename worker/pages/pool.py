@@ -219,7 +219,8 @@ class PagePool:
             if some:
                 self._change(PageEventKind.CACHED, some, self._same(owner, some), state=state)
         if len(kept) < len(unused):
-            self._free_pages([page for page in unused if not flags[page] & SEALED], owner)
+            lost = [page for page in unused if not flags[page] & SEALED]
+            self._free_pages(lost, self._same(owner, lost))
         return cached
 
     def seal(
@@ -228,30 +229,32 @@ class PagePool:
         """``page`` is full, computed and committed, and stands in the prefix index after ``parent``."""
         assert self._states[page] == ACTIVE, f"page {page} sealed in state {self._states[page]}"
         assert not self._flags[page], f"page {page} sealed with flags {self._flags[page]}"
-        assert parent is None or self._flags[parent] & SEALED, f"parent {parent} of page {page} is not sealed"
-        other = NO_PAGE if parent is None else parent
+        other: int = NO_PAGE
+        if parent is not None:
+            other = parent
+            assert self._flags[parent] & SEALED, f"parent {parent} of page {page} is not sealed"
+            assert self._refs[parent], f"parent {parent} of page {page} is not held"
         self._flags[page] = SEALED
         self._parents[page] = other
         self._fingerprints[page] = fingerprint
         self._hits[page] = 0
         self._change(PageEventKind.SEALED, (page,), (owner,), other=other, tag=fingerprint, tokens=tokens)
 
-    def unseal(self, pages: Sequence[int], owner: int) -> int:
-        """``pages`` left the prefix index, for ``owner`` or (0) by a flush; returns how many are now FREE."""
-        if not pages:
-            return 0
+    def unseal(self, pages: Sequence[int], owners: Sequence[int]) -> None:
+        """``pages`` left the prefix index, each for its owner or, 0, by a flush; FREE if unreferenced."""
+        flags, parents, marks, hits = self._flags, self._parents, self._fingerprints, self._hits
         for page in pages:
-            assert self._flags[page] == SEALED, f"page {page} evicted with flags {self._flags[page]}"
-            self._flags[page] = 0
-            self._parents[page] = NO_PAGE
-            self._fingerprints[page] = 0
-            self._hits[page] = 0
-        self._change(PageEventKind.EVICTED, pages, self._same(owner, pages))
+            assert flags[page] == SEALED, f"page {page} evicted with flags {flags[page]}"
+            flags[page] = 0
+            parents[page] = NO_PAGE
+            marks[page] = hits[page] = 0
+        self._change(PageEventKind.EVICTED, pages, owners)
         refs = self._refs
-        unused = [page for page in pages if not refs[page]]
-        if unused:
-            self._free_pages(unused, owner)
-        return len(unused)
+        unused = [at for at, page in enumerate(pages) if not refs[page]]
+        if len(unused) == len(pages):
+            self._free_pages(pages, owners)
+        elif unused:
+            self._free_pages([pages[at] for at in unused], [owners[at] for at in unused])
 
     def copied(self, target: int, source: int, owner: int) -> None:
         """``target`` gets the content of ``source`` in the step that is being planned."""
@@ -274,11 +277,11 @@ class PagePool:
         self._change(PageEventKind.UNPINNED, (page,), (0,), state=CACHED if is_cached else None)
         return is_cached
 
-    def _free_pages(self, pages: Sequence[int], owner: int) -> None:
-        self._change(PageEventKind.FREED, pages, self._same(owner, pages), state=FREE)
-        owners, page_size = self._owners, self.page_size
+    def _free_pages(self, pages: Sequence[int], owners: Sequence[int]) -> None:
+        self._change(PageEventKind.FREED, pages, owners, state=FREE)
+        mine, page_size = self._owners, self.page_size
         for page in pages:
-            owners[page] = 0
+            mine[page] = 0
         self._free.extend([page * page_size for page in pages])
 
     def _change(

@@ -133,19 +133,20 @@ class Admission:
         num_rows = request.num_live if request.admit_time is None else 1
         if num_rows > books.rows.num_free:
             return WaitReason.ROWS, None
-        if room < sequence.blocked_need and books.step_number < sequence.retry_step:
+        is_alone = not books.num_running() and not books.held
+        if not is_alone and room < sequence.blocked_need and books.step_number < sequence.retry_step:
             return WaitReason.PAGES, None
         need = self.need(sequence)
-        is_alone = not books.num_running() and not books.held
         if is_alone and need.own <= room:
             return WaitReason.NONE, need
         # One that was preempted needs a page more for everybody who runs, or it is back at once (B035).
         head_room = books.config.num_watermark_pages
         if sequence.preemptions:
             head_room = max(head_room, books.num_running())
-        if need.own + need.siblings + promised + head_room <= room:
+        wanted = need.own + need.siblings + head_room
+        if wanted + promised <= room:
             return WaitReason.NONE, need
-        sequence.blocked_need = need.own
+        sequence.blocked_need = wanted
         sequence.retry_step = books.step_number + _RETRY_STEPS
         return WaitReason.PAGES, need
 
@@ -187,7 +188,7 @@ class Admission:
         books = self._books
         books.seat(sequence)
         sequence.place = place
-        books.add_prefill(sequence)
+        books.prefills.add(sequence)
 
     def take_over(self, sequence: Sequence, lookup: Lookup) -> None:
         """References the pages that were found; they need not be computed."""

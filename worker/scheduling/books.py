@@ -4,7 +4,6 @@ Owns the sequences and how they leave: each one ends exactly once, and its row a
 exactly once, when no step in flight contains it any more (H3, H6). Decides nothing.
 """
 
-from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -13,12 +12,12 @@ from worker.pages.page_cache import PageCache
 from worker.scheduling.decode_batch import DecodeBatch, DecodeSpans
 from worker.scheduling.outbox import Outbox
 from worker.scheduling.output import BillCounters, FailureReason, FinishCode, SequenceEnd
+from worker.scheduling.ranked import RankedSequences
 from worker.scheduling.rows import Rows
 from worker.scheduling.sequence import NO_ROW, Place, Request, Sequence
 from worker.scheduling.settings import SchedulerConfig
 from worker.scheduling.step import Step
 from worker.scheduling.timers import Timers
-from worker.scheduling.waiting import WaitingQueue
 from worker.stats import SequenceState, WaitReason
 
 
@@ -63,8 +62,9 @@ class Books:
         self.config = config
         self.cache = PageCache(config.cache)
         self.rows = Rows(config.max_running)
-        self.queue = WaitingQueue()
-        self.prefills: list[Sequence] = []  # by rank: PREFILL and SIBLING
+        # Waits: one entry per request that was not admitted (its leader), and per preempted sequence.
+        self.queue = RankedSequences()
+        self.prefills = RankedSequences()  # PREFILL and SIBLING
         self.batch = DecodeBatch(config.page_size)
         self.in_flight: deque[InFlight] = deque()
         self.held: list[Held] = []
@@ -80,6 +80,7 @@ class Books:
         self.uncached_tokens = 0  # of the requests that were not admitted yet
         self.repointed: list[tuple[Sequence, int]] = []  # page indexes to be written to their rows again
         # For observers: from which page on a sequence changed, and who is gone.
+        self.is_observed = False  # nothing is kept for nobody
         self.changed: dict[Sequence, int] = {}
         self.ended_owners: list[Owner] = []
         self.ended_ids: list[SequenceId] = []
@@ -90,17 +91,12 @@ class Books:
 
     def mark(self, sequence: Sequence, first_page: int) -> None:
         """Pages from ``first_page`` on, or the state, changed."""
-        known = self.changed.get(sequence)
-        if known is None or first_page < known:
+        if self.is_observed and self.changed.setdefault(sequence, first_page) > first_page:
             self.changed[sequence] = first_page
 
     def num_running(self) -> int:
         """Sequences with a row that did not end."""
         return len(self.by_owner)
-
-    def add_prefill(self, sequence: Sequence) -> None:
-        """Has a row and tokens to compute, or waits for those of its leader."""
-        insort(self.prefills, sequence, key=lambda other: other.rank)
 
     def requeue(self, sequence: Sequence) -> None:
         """Lost its row; it waits again, where its arrival puts it."""
@@ -137,7 +133,8 @@ class Books:
             self.num_running_requests -= 1
         request.gave(sequence.held_pages)
         del self.by_owner[sequence.owner]
-        self.ended_owners.append(sequence.owner)
+        if self.is_observed:
+            self.ended_owners.append(sequence.owner)
         held = Held(last_step, sequence.held_pages, sequence.owner, sequence)
         if self.in_flight and last_step >= self.in_flight[0].step.number:
             self.held.append(held)
@@ -208,8 +205,9 @@ class Books:
             self.take_out(sequence)
         sequence.place = Place.ENDED
         del self.sequences[sequence.id]
-        self.ended_ids.append(sequence.id)
-        self.changed.pop(sequence, None)
+        if self.is_observed:
+            self.ended_ids.append(sequence.id)
+            self.changed.pop(sequence, None)
         request.num_live -= 1
         bill = None
         if not request.num_live:

@@ -195,8 +195,7 @@ class Committer:
             return
         books, page_size = self._books, self._books.config.page_size
         pages, spec = sequence.pages, sequence.request.spec
-        while (sequence.num_sealed + 1) * page_size <= sequence.computed:
-            index = sequence.num_sealed
+        for index in range(sequence.num_sealed, sequence.computed // page_size):
             parent = pages[index - 1] if index else None
             if parent is not None and not books.cache.pool.is_sealed(parent):
                 sequence.can_seal = False  # a flush took the page before it out of the index

@@ -31,9 +31,10 @@ class PromptSpan:
 class Plan:
     """What is decided so far of one step."""
 
+    at_edge: list[Sequence]  # of the batch; the first pages are theirs, one each
+    owners: "array[int]"  # one per page to be allocated
     spans: list[PromptSpan] = field(default_factory=list)
-    owners: "array[int]" = field(default_factory=lambda: array("H"))  # one per page to be allocated
-    takers: list[tuple[Sequence, int]] = field(default_factory=list)  # whose pages, how many, same order
+    takers: list[tuple[Sequence, int]] = field(default_factory=list)  # of the pages after those
     claims: dict[Sequence, int] = field(default_factory=dict)  # pages per sequence with a prompt
 
     def claim(self, sequence: Sequence, num_pages: int) -> None:
@@ -73,9 +74,8 @@ class Planner:
         books.set_clock(books.step_number + 1, now)
         if not self._make_room():
             return None
-        plan = Plan()
-        for sequence in books.batch.at_edge():
-            plan.claim(sequence, 1)
+        at_edge = books.batch.at_edge()
+        plan = Plan(at_edge, array("H", [sequence.owner for sequence in at_edge]))
         budget = books.config.max_step_tokens - len(books.batch)
         budget = self._continue_prompts(plan, budget)
         budget = self._admit(plan, budget, now)
@@ -182,26 +182,24 @@ class Planner:
         gained, span.end = end - span.end, end
         return gained
 
-    def _promised(self, plan: Plan) -> int:
-        """Pages that prompts which were let in will still need."""
-        books = self._books
-        promised = 0
-        for sequence in books.prefills:
-            if sequence.place == Place.SIBLING:
-                promised += 1
-            else:
-                have = len(sequence.pages) + plan.claims.get(sequence, 0)
-                promised += max(0, books.cache.pages_for(sequence.num_final_tokens) - have)
-        return promised
+    def _promise(self, plan: Plan, sequence: Sequence) -> int:
+        """Pages that one which was let in will still need for its prompt."""
+        if sequence.place == Place.SIBLING:
+            return 1
+        have = len(sequence.pages) + plan.claims.get(sequence, 0)
+        return max(0, self._books.cache.pages_for(sequence.num_final_tokens) - have)
 
     def _admit(self, plan: Plan, budget: int, now: float) -> int:
         """Lets in whom there is room for, in order; few may pass one that does not fit, and not for ever."""
         books, config = self._books, self._books.config
         self.blocked = {}
+        if not len(books.queue):
+            return budget
+        promised = sum([self._promise(plan, sequence) for sequence in books.prefills])
         at = 0
         while budget > 0 and at < len(books.queue) and len(self.blocked) < config.max_scanned:
-            sequence = books.queue.first(at + 1)[at]
-            reason, need = self._admission.why_not(sequence, self._room(plan), self._promised(plan))
+            sequence = books.queue[at]
+            reason, need = self._admission.why_not(sequence, self._room(plan), promised)
             if reason != WaitReason.NONE or need is None:
                 self.blocked[sequence] = sequence.wait_reason = reason
                 if sequence.skips >= config.max_skips:
@@ -212,6 +210,7 @@ class Planner:
                 passed.skips += 1
             self._admission.admit(sequence, need, now)
             budget -= self._take_piece(plan, sequence, budget, not len(books.queue))
+            promised += self._promise(plan, sequence) + need.siblings
         return budget
 
     def _spend_rest(self, plan: Plan, budget: int) -> None:
@@ -250,34 +249,46 @@ class Planner:
         assert pages is not None, f"{len(plan.owners)} pages planned, {books.cache.num_available} available"
         for owner in plan.owners[len(plan.owners) - num_evicted :]:
             books.by_owner[Owner(owner)].request.evictions_caused += 1
-        for sequence, index in books.repointed:
-            if index < sequence.num_written and sequence.owner:
-                writes.rows.append(sequence.row)
-                writes.indexes.append(index)
-                writes.ids.append(sequence.pages[index])
-        books.repointed.clear()
-        at = 0
-        copies: list[PageCopy] = []
+        self._write_exchanged(writes)
+        self._extend_batch(plan.at_edge, pages, writes)
+        copies = []
+        at = len(plan.at_edge)
         for sequence, count in plan.takers:
             taken = pages[at : at + count]
             at += count
-            first = len(sequence.pages)
+            books.mark(sequence, len(sequence.pages))
             sequence.pages.extend(taken)
-            if sequence.request.page_counts is not None:
-                sequence.request.took(taken)
-            books.mark(sequence, first)
-            if sequence.place == Place.BATCH:
-                writes.add(sequence, first)
-                sequence.num_written = first + count
-            elif sequence.copy_source is not None:
-                copies.append(self._copy(sequence, taken[0]))
+            sequence.request.took(taken)
+            if sequence.copy_source is not None:
+                copies.append(self._copy(sequence, sequence.copy_source, taken[0]))
         assert at == len(pages), f"{len(pages)} pages allocated, {at} handed out"
         return copies
 
-    def _copy(self, sequence: Sequence, target: int) -> PageCopy:
+    def _write_exchanged(self, writes: TableWrites) -> None:
+        """Rows whose page was found to be a duplicate point at the other one from this step on (H1)."""
+        for sequence, index in self._books.repointed:
+            if sequence.owner and index < sequence.num_written:
+                writes.rows.append(sequence.row)
+                writes.indexes.append(index)
+                writes.ids.append(sequence.pages[index])
+        self._books.repointed.clear()
+
+    def _extend_batch(self, at_edge: list[Sequence], pages: list[int], writes: TableWrites) -> None:
+        """One page for each; the hot path of a step without prompts."""
+        for sequence, page in zip(at_edge, pages, strict=False):
+            index = len(sequence.pages)
+            sequence.pages.append(page)
+            sequence.num_written = index + 1
+            writes.rows.append(sequence.row)
+            writes.indexes.append(index)
+            writes.ids.append(page)
+            self._books.mark(sequence, index)
+            if sequence.request.page_counts is not None:
+                sequence.request.took([page])
+
+    def _copy(self, sequence: Sequence, source: int, target: int) -> PageCopy:
         """The rest of the prompt comes from the sample that computed it; kept until the copy is made."""
-        books, source = self._books, sequence.copy_source
-        assert source is not None
+        books = self._books
         sequence.copy_source = None
         books.cache.pool.copied(target, source, sequence.owner)
         sequence.request.copied_pages += 1

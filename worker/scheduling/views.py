@@ -65,7 +65,10 @@ def view(books: Books, sequence: Sequence, first_page: int = 0) -> SequenceView:
 
 
 def take_changes(books: Books) -> Changes:
-    """Everything since the last call."""
+    """Everything since the last call; the first one starts the record, with all that is live."""
+    if not books.is_observed:
+        books.is_observed = True
+        books.changed = dict.fromkeys(books.sequences.values(), 0)
     changed, books.changed = books.changed, {}
     owners, books.ended_owners = books.ended_owners, []
     ids, books.ended_ids = books.ended_ids, []

@@ -1,4 +1,4 @@
-"""The queue: sequences without a row, in the order in which they are to be admitted.
+"""Sequences in the order in which they are served: those that wait, and those whose prompt is computed.
 
 Owns the order. Sorted by a rank that never changes (sequence.Rank): priority and aging are folded in.
 """
@@ -13,8 +13,8 @@ def _rank(sequence: Sequence) -> Rank:
     return sequence.rank
 
 
-class WaitingQueue:
-    """One entry per request that was not admitted (its first live sample), and per preempted sequence."""
+class RankedSequences:
+    """Sequences by rank, first to be served first."""
 
     def __init__(self) -> None:
         self._entries: list[Sequence] = []
@@ -25,9 +25,8 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._entries)
 
-    def first(self, count: int) -> list[Sequence]:
-        """Copy of the first entries."""
-        return self._entries[:count]
+    def __getitem__(self, at: int) -> Sequence:
+        return self._entries[at]
 
     def add(self, sequence: Sequence) -> int:
         """Puts it in its place; returns how many are before it."""
@@ -41,6 +40,6 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         """Takes it out; it must be there."""
         at = self.position(sequence)
-        assert at < len(self._entries), f"{sequence} is not in the queue"
-        assert self._entries[at] is sequence, f"{sequence} is not in the queue"
+        assert at < len(self._entries), f"{sequence} is not here"
+        assert self._entries[at] is sequence, f"{sequence} is not here"
         del self._entries[at]
