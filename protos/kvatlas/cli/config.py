@@ -13,7 +13,7 @@ import tomllib
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kvatlas.cli.options import COMMANDS, SHARED, Command, Option, options_of
 
@@ -52,7 +52,7 @@ def read(arguments: Sequence[str], environment: Mapping[str, str] | None = None)
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. Flags that are not given leave no trace."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="kvatlas",
         description="An LLM token server that shows you its KV cache.",
         epilog=f"kvatlas COMMAND --help has examples.\n\n{PRECEDENCE}\n\n{EXIT_CODES}",
@@ -95,6 +95,13 @@ def make_runtime_folder() -> Path:
     raise ConfigError("no folder for sockets: neither XDG_RUNTIME_DIR, TMPDIR nor /tmp can be written")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; --help has the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
 class _Version(argparse.Action):
     """Prints the version; looks it up only then."""
 
@@ -116,6 +123,7 @@ def _add_command(commands: Any, command: Command) -> None:
     parser = commands.add_parser(
         command.name,
         help=command.summary,
+        usage=" ".join([f"kvatlas {command.name} [options]", *(f"[{a.name}]" for a in command.arguments)]),
         description=command.description,
         epilog=f"examples:\n{examples}\n\n{PRECEDENCE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -33,7 +33,6 @@ class Argument:
 
     name: str
     help: str
-    is_optional: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,7 @@ def _legend(page_map: PageMap, y: int) -> Iterator[str]:
 
 def _ribbons(page_map: PageMap, sequences: list[SequencePages], top: int) -> Iterator[str]:
     """Pages of each sequence in token order: what it shares and how far its last page is filled."""
-    left, right = MARGIN + 250, WIDTH - MARGIN - 150
+    left, right = MARGIN + 280, WIDTH - MARGIN - 160
     longest = max((len(s.page_ids) for s in sequences), default=1)
     step = max(2.0, min(16.0, (right - left) / max(longest, 1)))
     refs, size = page_map["ref_counts"], page_map.geometry.page_size

@@ -18,21 +18,20 @@ _GENERATION = "kvatlas.v1.GenerationService"
 _CACHE = "kvatlas.v1.CacheService"
 _SERVER = "kvatlas.v1.ServerService"
 
+_RETRY_POLICY: Mapping[str, Any] = {
+    "maxAttempts": 4,
+    "initialBackoff": "0.2s",
+    "maxBackoff": "5s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["UNAVAILABLE"],
+}
+_RETRY_THROTTLING: Mapping[str, Any] = {"maxTokens": 10, "tokenRatio": 0.1}
+
 SERVICE_CONFIG: Mapping[str, Any] = {
     "loadBalancingConfig": [{"round_robin": {}}],
     "healthCheckConfig": {"serviceName": _GENERATION},
     "methodConfig": [
-        {
-            "name": [{"service": _GENERATION}],
-            "timeout": "600s",
-            "retryPolicy": {
-                "maxAttempts": 4,
-                "initialBackoff": "0.2s",
-                "maxBackoff": "5s",
-                "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        },
+        {"name": [{"service": _GENERATION}], "timeout": "600s", "retryPolicy": _RETRY_POLICY},
         {
             "name": [{"service": _GENERATION, "method": "Tokenize"}, {"service": _SERVER}],
             "waitForReady": True,
@@ -40,17 +39,23 @@ SERVICE_CONFIG: Mapping[str, Any] = {
         },
         {"name": [{"service": _SERVER, "method": "WatchLoad"}], "waitForReady": True},
     ],
-    "retryThrottling": {"maxTokens": 10, "tokenRatio": 0.1},
+    "retryThrottling": _RETRY_THROTTLING,
 }
 """Of the channel that generates: only servers with a usable worker are asked."""
 
 CACHE_SERVICE_CONFIG: Mapping[str, Any] = {
     "loadBalancingConfig": [{"round_robin": {}}],
     "healthCheckConfig": {"serviceName": _CACHE},
+    "methodConfig": [{"name": [{"service": _CACHE}], "retryPolicy": _RETRY_POLICY}],
+    "retryThrottling": _RETRY_THROTTLING,
 }
 """Of the channel that looks: a server without a usable worker still shows its map."""
 
-INFO_SERVICE_CONFIG: Mapping[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
+INFO_SERVICE_CONFIG: Mapping[str, Any] = {
+    "loadBalancingConfig": [{"round_robin": {}}],
+    "methodConfig": [{"name": [{"service": _SERVER}], "retryPolicy": _RETRY_POLICY}],
+    "retryThrottling": _RETRY_THROTTLING,
+}
 """Of the channel that asks how the server is: one that starts or drains answers too."""
 
 

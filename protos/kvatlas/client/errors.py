@@ -136,7 +136,8 @@ def build_error(code: str, text: str, raw_details: bytes, address: str) -> Kvatl
     """From a status in parts; `raw_details` is the google.rpc.Status of the trailer, or empty."""
     details = _parse_details(raw_details)
     if not details.reason and code == "UNAVAILABLE":
-        text = f"no server answers at {address} ({text[:MAX_SHOWN]})"
+        what = "the server is not ready at" if "unhealthy" in text else "no server answers at"
+        text = f"{what} {address} ({text[:MAX_SHOWN]})"
     kind = _BY_CODE.get(code, ServerFailure)
     return kind(
         text,
