@@ -1,0 +1,196 @@
+"""The torch runner put together: model, attention backend, pool, on `cpu` or `cuda`.
+
+Imported only when the torch runner is chosen. Owns the choice of dtype, backend and pool size; how a step
+runs is worker.execution's.
+"""
+
+import logging
+import os
+import platform
+from dataclasses import replace
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from kernels.backend import AttentionBackend
+from kernels.reference import ReferenceBackend
+from kvatlas.models.resolve import resolve_model
+from worker.config import ConfigError, WorkerConfig
+from worker.description import ModelDescription
+from worker.devices import DeviceFacts, describe
+from worker.execution.kv_pool import bytes_per_page, pages_that_fit
+from worker.execution.runner import Runner
+from worker.execution.torch_runner import RunnerConfig, TorchRunner
+from worker.log import log_event
+from worker.model.config import ModelConfig
+from worker.model.parameters import parameter_shapes
+from worker.model.source import load_model, read_config
+
+MAX_AUTOMATIC_CPU_BYTES = 4 << 30  # a pool on the CPU takes memory from everybody on the machine
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+logger = logging.getLogger("worker.device")
+
+
+class TorchDevice:
+    """See worker.devices.Device."""
+
+    def facts(self, config: WorkerConfig) -> DeviceFacts:
+        """See Device."""
+        files = resolve_model(config.model)
+        model, device, dtype = read_config(files), _device(config), _dtype(config)
+        num_parameters = sum(prod(shape) for shape in parameter_shapes(model).values())
+        page_bytes = _page_bytes(model, config.page_size, dtype)
+        description = describe(files, model.usable_context, model.vocab_size)
+        return DeviceFacts(
+            model=_completed(description, model, dtype, num_parameters),
+            automatic_pages=_automatic_pages(config, device, num_parameters * dtype.itemsize, page_bytes),
+            page_bytes=page_bytes,
+            layer_count=model.num_layers,
+            kv_head_count=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=_name(dtype),
+            device=str(device),
+            device_name=_device_name(device),
+            device_memory_bytes=_total_bytes(device),
+            attention_backend=_backend_name(config, device),
+            versions=_versions(),
+        )
+
+    def build(self, config: WorkerConfig) -> Runner:
+        """See Device."""
+        if config.device == "cpu":
+            torch.set_num_threads(config.threads or os.cpu_count() or 1)
+        files, device, dtype = resolve_model(config.model), _device(config), _dtype(config)
+        model = load_model(
+            files, device=device, dtype=dtype, max_context=config.max_context, seed=config.seed
+        )
+        shape = model.config
+        backend = _backend(_backend_name(config, device), shape, config.max_context)
+        runner_config = RunnerConfig(
+            max_running=config.max_running,
+            max_context=config.max_context,
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            vocab_size=shape.vocab_size,
+            attention_scale=shape.attention_scale,
+            kv_dtype=dtype,
+            poison=config.debug_poison,
+        )
+        log_event(
+            logger,
+            logging.INFO,
+            "model_loaded",
+            model=files.model_id,
+            device=device,
+            dtype=_name(dtype),
+            backend=backend.name,
+        )
+        return TorchRunner(model, backend, runner_config, device)
+
+
+def _backend(name: str, shape: ModelConfig, max_context: int) -> AttentionBackend:
+    if name == "reference":
+        return ReferenceBackend()
+    if name == "triton":
+        backend = import_module("kernels.triton_backend").TritonBackend
+        return cast(
+            AttentionBackend, backend(shape.num_heads, shape.num_kv_heads, shape.head_dim, max_context)
+        )
+    raise ConfigError(f"attention_backend: {name!r} is none of auto, reference, triton")
+
+
+def _backend_name(config: WorkerConfig, device: torch.device) -> str:
+    if config.attention_backend != "auto":
+        return config.attention_backend
+    return "triton" if device.type == "cuda" else "reference"
+
+
+def _device(config: WorkerConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda was asked for, torch sees no CUDA device")
+    return torch.device(config.device, 0) if config.device == "cuda" else torch.device("cpu")
+
+
+def _dtype(config: WorkerConfig) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.bfloat16 if config.device == "cuda" else torch.float32
+    return DTYPES[config.dtype]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
+def _page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
+    return bytes_per_page(
+        num_layers=model.num_layers,
+        page_size=page_size,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=dtype,
+    )
+
+
+def _automatic_pages(config: WorkerConfig, device: torch.device, model_bytes: int, page_bytes: int) -> int:
+    if config.num_pages:
+        return config.num_pages
+    try:
+        fitting = pages_that_fit(
+            memory_ratio=config.memory_ratio,
+            free_bytes=_free_bytes(device),
+            model_bytes=model_bytes,
+            page_bytes=page_bytes,
+        )
+    except ValueError as error:
+        raise ConfigError(f"num_pages: {error}") from None
+    if device.type == "cpu":
+        fitting = min(fitting, max(1, MAX_AUTOMATIC_CPU_BYTES // page_bytes))
+    return fitting
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _total_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return platform.processor() or platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    return versions
+
+
+def _completed(
+    description: ModelDescription, model: ModelConfig, dtype: torch.dtype, num_parameters: int
+) -> ModelDescription:
+    return replace(
+        description,
+        architecture=model.architecture,
+        eos_token_ids=tuple(sorted(model.eos_token_ids)),
+        dtype=_name(dtype),
+        parameter_count=num_parameters,
+    )
