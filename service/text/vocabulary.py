@@ -71,6 +71,7 @@ def gguf_vocabulary(file: GgufFile) -> TextVocabulary:
     if not tokens:
         raise ModelError(ModelErrorReason.FILE_CORRUPT, f"{file.path} has no tokenizer.ggml.tokens")
     ids = shared.gguf_vocabulary(file)
+    tokens = tokens[: ids.num_ids]  # without padding at the end, which the worker never samples either
     is_sentencepiece = file.text("tokenizer.ggml.model") == "llama"
     kinds = file.numbers("tokenizer.ggml.token_type") or ()
     adds_bos = file.flag("tokenizer.ggml.add_bos_token")

@@ -1,0 +1,366 @@
+"""CacheService, answered from the page mirrors; rows of the page table come from the worker.
+
+Owns the cursors of lists and nothing else.
+"""
+
+import asyncio
+import base64
+import binascii
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import numpy as np
+
+from kvatlas.v1 import cache_pb2 as pb
+from kvatlas.v1 import cache_pb2_grpc
+from kvatlas.worker.v1 import worker_pb2
+from service import errors
+from service.errors import Failure, Violation
+from service.fleet import page_codec
+from service.fleet.feed import NO_PAGE, PLANES, SequenceRecord
+from service.fleet.link import CommandFailed, WorkerUnavailable
+from service.fleet.mirrors import KeptMirror, PageMirrors, replies_to
+from service.fleet.page_mirror import PageMirror, Standing
+from service.fleet.sequence_mirror import holders
+from service.handlers import cache_messages as messages
+from service.handlers.backstage import Backstage
+from service.handlers.cache_messages import Viewer
+from service.handlers.convert import to_duration, to_timestamp
+from service.handlers.validate import Violations, seconds
+from service.handlers.watch import PAGES_PER_PART, MapWatcher, WatchOptions
+from service.request import Call, current_call
+
+MAX_EVENTS = 100
+MAX_ROWS = 64
+MAX_RESULTS, DEFAULT_RESULTS = 1_000, 100
+CURSOR_SECONDS = 60.0
+COMMAND_SECONDS = 10.0
+MIN_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.05, 10.0
+MIN_HEARTBEAT_SECONDS, MAX_HEARTBEAT_SECONDS = 1.0, 60.0
+"""Of WatchPageMap."""
+
+
+def everyone_is_admin(call: Call) -> Viewer:
+    """Who looks while the server knows no credentials: whoever reaches the port sees everything."""
+    return Viewer(call.tenant, is_admin=True)
+
+
+class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
+    """Handlers of CacheService."""
+
+    def __init__(
+        self,
+        backstage: Backstage,
+        mirrors: PageMirrors,
+        viewer_of: Callable[[Call], Viewer] = everyone_is_admin,
+    ) -> None:
+        self._backstage = backstage
+        self._mirrors = mirrors
+        self._viewer_of = viewer_of
+        self._loop = asyncio.get_running_loop()
+
+    # -- the pool ------------------------------------------------------------------------------------
+
+    async def GetPagePool(self, request: pb.GetPagePoolRequest, context: Any) -> pb.GetPagePoolResponse:
+        """Geometry and totals."""
+        kept = self._whole(request.worker_id)
+        return pb.GetPagePoolResponse(
+            geometry=_geometry(kept),
+            stats=messages.stats(kept.mirror.totals),
+            revision=messages.revision(kept.mirror.revision),
+            observe_time=to_timestamp(kept.mirror.observe_time_ns),
+        )
+
+    async def GetPageMap(self, request: pb.GetPageMapRequest, context: Any) -> pb.GetPageMapResponse:
+        """A window of the planes."""
+        found = Violations()
+        _check_planes(found, request.planes)
+        if request.page_limit > PAGES_PER_PART:
+            found.add("page_limit", f"{request.page_limit} is more than {PAGES_PER_PART}")
+        _refuse(found)
+        mirror = self._whole(request.worker_id).mirror
+        first = request.first_page_id
+        _check_page(mirror, first)
+        end = min(first + (request.page_limit or PAGES_PER_PART), mirror.page_count)
+        names = messages.wanted_planes(request.planes)
+        return pb.GetPageMapResponse(
+            pages=messages.page_map({name: mirror.planes[name][first:end] for name in names}),
+            first_page_id=first,
+            page_count=end - first,
+            stats=messages.stats(mirror.totals),
+            revision=messages.revision(mirror.revision),
+        )
+
+    async def WatchPageMap(self, request: pb.WatchPageMapRequest, context: Any) -> None:
+        """Snapshot and changes, until the drain begins."""
+        self._backstage.refuse_if_draining()
+        options = self._watch_options(request)
+        permit = self._backstage.watches.enter()
+        if permit is None:
+            raise errors.watch_limit(self._backstage.config.max_watches)
+        try:
+            kept = self._kept(request.worker_id)
+            await context.send_initial_metadata(())
+            await MapWatcher(kept, options, self._backstage.board, context).run()
+        finally:
+            permit.release()
+
+    # -- pages ---------------------------------------------------------------------------------------
+
+    async def GetPage(self, request: pb.GetPageRequest, context: Any) -> pb.GetPageResponse:
+        """One page in words."""
+        if request.event_limit > MAX_EVENTS:
+            raise errors.invalid_fields(
+                [Violation("event_limit", f"{request.event_limit} is more than {MAX_EVENTS}")]
+            )
+        kept, page, viewer = self._whole(request.worker_id), request.page_id, self._viewer()
+        _check_page(kept.mirror, page)
+        past = await self._events_of(kept, page, request.event_limit, viewer) if request.event_limit else []
+        response = _page(kept.mirror, page, self._uptime_ms(kept))
+        response.events.extend(past)
+        for record in await self._holders(kept.mirror, page, response.ref_count):
+            count = kept.mirror.sequences.token_count(record)
+            response.sequences.append(messages.sequence(record, viewer, count, pages=False))
+        return response
+
+    async def GetPageTable(self, request: pb.GetPageTableRequest, context: Any) -> None:
+        """Rows as the worker has them."""
+        if len(request.rows) > MAX_ROWS:
+            raise errors.invalid_fields([Violation("rows", f"{len(request.rows)} are more than {MAX_ROWS}")])
+        viewer = self._viewer()
+        if request.from_device and not viewer.is_admin:
+            raise _missing_scope("admin")
+        kept = self._kept(request.worker_id)
+        try:
+            command = worker_pb2.Command(page_table=request)
+            async with replies_to(kept.link, command, timeout=COMMAND_SECONDS) as replies:
+                async for reply in replies:
+                    row = reply.page_table
+                    record = kept.mirror.sequences.by_owner(row.owner)
+                    if not viewer.is_admin and (record is None or not viewer.may_name(record)):
+                        row.request_id = ""
+                    await context.write(row)
+        except CommandFailed as failed:
+            raise _failure(failed) from failed
+        except WorkerUnavailable as gone:
+            raise errors.not_ready() from gone
+
+    # -- sequences -----------------------------------------------------------------------------------
+
+    async def ListSequences(self, request: pb.ListSequencesRequest, context: Any) -> pb.ListSequencesResponse:
+        """Live sequences, oldest first."""
+        found = Violations()
+        if request.max_results > MAX_RESULTS:
+            found.add("max_results", f"{request.max_results} is more than {MAX_RESULTS}")
+        for number, state in enumerate(request.states):
+            found.known(f"states[{number}]", state, pb.SequenceState, may_be_unset=False)
+        kept = self._whole(request.worker_id)
+        after = self._read_cursor(request.cursor, kept, found) if request.cursor else None
+        _refuse(found)
+        book, viewer = kept.mirror.sequences, self._viewer()
+        wanted = [
+            each for each in book.records.values() if not request.states or each.state in request.states
+        ]
+        wanted.sort(key=_age)
+        start = bisect_right(wanted, after, key=_age) if after is not None else 0
+        page = wanted[start : start + (request.max_results or DEFAULT_RESULTS)]
+        counts = [book.token_count(each) for each in page]
+        at, total = messages.revision(kept.mirror.revision), len(book)
+        infos = []
+        for number, (record, count) in enumerate(zip(page, counts, strict=True), start=1):
+            infos.append(messages.sequence(record, viewer, count, pages=not request.omit_page_ids))
+            if number % 64 == 0:
+                await asyncio.sleep(0)  # 5 us each: let others have their turn
+        sent = list(messages.within_bytes(infos, messages.MAX_PART_BYTES))
+        is_last = start + len(sent) == len(wanted)
+        cursor = "" if is_last else self._write_cursor(kept, page[len(sent) - 1])
+        return pb.ListSequencesResponse(sequences=sent, next_cursor=cursor, total_count=total, revision=at)
+
+    async def GetSequence(self, request: pb.GetSequenceRequest, context: Any) -> pb.GetSequenceResponse:
+        """One sequence, wherever it is."""
+        viewer = self._viewer()
+        for kept in self._mirrors.kept:
+            for record in kept.mirror.sequences.records.values():
+                if record.request_id != request.request_id or record.choice_index != request.choice_index:
+                    continue
+                if viewer.may_name(record):
+                    count = kept.mirror.sequences.token_count(record)
+                    return pb.GetSequenceResponse(
+                        sequence=messages.sequence(record, viewer, count),
+                        worker_id=kept.mirror.worker_id,
+                        revision=messages.revision(kept.mirror.revision),
+                    )
+        raise errors.sequence_not_found(request.request_id)
+
+    async def EstimateCache(self, request: pb.EstimateCacheRequest, context: Any) -> pb.EstimateCacheResponse:
+        """Not a feature of this release."""
+        raise errors.feature_disabled("estimate_cache")
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _viewer(self) -> Viewer:
+        return self._viewer_of(current_call.get())
+
+    def _kept(self, worker_id: str) -> KeptMirror:
+        """The mirror of the worker that is named, or of the only one. Raises Failure."""
+        known = self._mirrors.kept
+        if not worker_id:
+            if len(known) > 1:
+                raise errors.worker_id_required([each.mirror.worker_id for each in known])
+            if not known:
+                raise errors.not_ready()
+            return known[0]
+        for each in known:
+            if each.mirror.worker_id == worker_id:
+                return each
+        raise errors.worker_not_found(f"no worker has the id {worker_id[:128]!r}")
+
+    def _whole(self, worker_id: str) -> KeptMirror:
+        """The same with a map in it."""
+        kept = self._kept(worker_id)
+        if kept.mirror.standing is Standing.EMPTY:
+            raise errors.not_ready()
+        return kept
+
+    def _watch_options(self, request: pb.WatchPageMapRequest) -> WatchOptions:
+        found = Violations()
+        _check_planes(found, request.planes)
+        found.known("mode", request.mode, pb.WatchMode)
+        interval = _duration(found, request, "min_interval", MIN_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS, 0.1)
+        heartbeat = _duration(
+            found, request, "heartbeat_interval", MIN_HEARTBEAT_SECONDS, MAX_HEARTBEAT_SECONDS, 1.0
+        )
+        _refuse(found)
+        if request.include_token_ids:
+            raise errors.feature_disabled("watch_token_ids")
+        after = page_codec.decode_revision(request.resume_after) if request.HasField("resume_after") else None
+        return WatchOptions(
+            viewer=self._viewer(),
+            planes=messages.wanted_planes(request.planes),
+            min_interval=interval,
+            heartbeat_interval=heartbeat,
+            with_sequences=not request.HasField("include_sequences") or request.include_sequences,
+            wants_events=request.mode == pb.WATCH_MODE_EVENTS,
+            resume_after=after,
+        )
+
+    def _uptime_ms(self, kept: KeptMirror) -> int:
+        """The worker's clock at the last word of its feed, in ms since its start."""
+        start = page_codec.to_ns(_geometry(kept).start_time)
+        return max(0, kept.mirror.observe_time_ns - start) // 1_000_000
+
+    async def _holders(self, mirror: PageMirror, page: int, ref_count: int) -> Sequence[SequenceRecord]:
+        if not ref_count:
+            return ()
+        oldest = mirror.sequences.by_owner(int(mirror.planes["owners"][page]))
+        if ref_count == 1 and oldest is not None:
+            return (oldest,)
+        records = list(mirror.sequences.records.values())  # page lists are never written to
+        if len(records) <= 64:
+            return holders(records, page, ref_count)
+        return await asyncio.to_thread(holders, records, page, ref_count)
+
+    async def _events_of(self, kept: KeptMirror, page: int, limit: int, viewer: Viewer) -> list[pb.PageEvent]:
+        ring = await kept.events()
+        found = []
+        for number, columns in ring.of_page(page, limit):
+            owner = columns["owners"]
+            record = ring.owner_at(number, owner)
+            if record is None and number >= ring.named_from:
+                record = kept.mirror.sequences.by_owner(owner)  # had it before, and nobody took it since
+            is_named = record is not None and viewer.may_name(record)
+            request_id = record.request_id if record is not None and is_named else ""
+            found.append(messages.page_event(number, columns, request_id))
+        return found
+
+    def _write_cursor(self, kept: KeptMirror, last: SequenceRecord) -> str:
+        told = [kept.mirror.worker_id, self._loop.time() + CURSOR_SECONDS, *_age(last)]
+        return base64.urlsafe_b64encode(json.dumps(told).encode()).decode()
+
+    def _read_cursor(self, cursor: str, kept: KeptMirror, found: Violations) -> tuple[int, str, int] | None:
+        try:
+            worker_id, until, received, request_id, choice = json.loads(base64.urlsafe_b64decode(cursor))
+            after = int(received), str(request_id), int(choice)
+            is_valid = worker_id == kept.mirror.worker_id and self._loop.time() <= float(until)
+        except (ValueError, TypeError, binascii.Error):
+            is_valid = False
+        if is_valid:
+            return after
+        found.add("cursor", f"is of another list or older than {CURSOR_SECONDS:g} s")
+        return None
+
+
+def _age(record: SequenceRecord) -> tuple[int, str, int]:
+    """Order of lists: oldest first, without ties."""
+    return record.receive_time_ns, record.request_id, record.choice_index
+
+
+def _geometry(kept: KeptMirror) -> pb.PoolGeometry:
+    assert kept.link.facts is not None, "a mirror begins with a welcome"
+    return kept.link.facts.geometry
+
+
+def _page(mirror: PageMirror, page: int, uptime_ms: int) -> pb.GetPageResponse:
+    value = {name: int(plane[page]) for name, plane in mirror.planes.items()}
+    response = pb.GetPageResponse(
+        state=value["states"],  # type: ignore[arg-type]
+        sealed=bool(value["flags"] & pb.PAGE_FLAG_SEALED),
+        pinned=bool(value["flags"] & pb.PAGE_FLAG_PINNED),
+        ref_count=value["ref_counts"],
+        filled_slots=value["filled_slots"],
+        parent_page_id=None if value["parent_page_ids"] == NO_PAGE else value["parent_page_ids"],
+        child_page_ids=np.flatnonzero(mirror.planes["parent_page_ids"] == page).tolist(),
+        hit_count=value["hit_counts"],
+        revision=messages.revision(mirror.revision),
+    )
+    if value["states"] not in (pb.PAGE_STATE_FREE, pb.PAGE_STATE_RESERVED):
+        # The planes count modulo 2^32.
+        response.age.CopyFrom(to_duration(((uptime_ms - value["born_ms"]) & 0xFFFFFFFF) / 1000))
+        response.idle.CopyFrom(to_duration(((uptime_ms - value["used_ms"]) & 0xFFFFFFFF) / 1000))
+    return response
+
+
+def _check_page(mirror: PageMirror, page: int) -> None:
+    if page >= mirror.page_count:
+        raise errors.worker_not_found(
+            f"worker {mirror.worker_id} has no page {page}, only {mirror.page_count}"
+        )
+
+
+def _check_planes(found: Violations, names: Sequence[str]) -> None:
+    for number, name in enumerate(names):
+        if name not in PLANES:
+            found.add(f"planes[{number}]", f"{name[:64]!r} is no plane of PageMap")
+
+
+def _duration(found: Violations, request: Any, name: str, low: float, high: float, default: float) -> float:
+    if not request.HasField(name):
+        return default
+    value = seconds(getattr(request, name))
+    if not low <= value <= high:
+        found.add(name, f"{value:g} s is not in [{low:g}, {high:g}] s")
+    return value
+
+
+def _refuse(found: Violations) -> None:
+    if found.found:
+        raise errors.invalid_fields(found.found)
+
+
+def _missing_scope(scope: str) -> Failure:
+    return Failure(
+        grpc.StatusCode.PERMISSION_DENIED, "MISSING_SCOPE", f"needs the scope {scope}", {"scope": scope}
+    )
+
+
+def _failure(failed: CommandFailed) -> Failure:
+    """A worker's no as the client's."""
+    status = next(
+        (each for each in grpc.StatusCode if each.value[0] == failed.code), grpc.StatusCode.INTERNAL
+    )
+    reason = errors.reason_name(failed.error_reason)
+    retry_ms = 1000 if status is grpc.StatusCode.RESOURCE_EXHAUSTED else None
+    return Failure(status, reason, failed.message, retry_ms=retry_ms)
