@@ -95,7 +95,7 @@ class WorkerConfig:
     @property
     def features(self) -> tuple[str, ...]:
         """Optional features that are on, as services are told."""
-        return ("prefix_cache",) if self.prefix_cache else ()
+        return ("prefix_cache", "pinning") if self.prefix_cache else ()
 
     def resolved(self, *, model_context: int, automatic_pages: int) -> "WorkerConfig":
         """The same with nothing left automatic: addresses, context, pages, overlap."""

@@ -8,7 +8,7 @@ before the one before it is committed; without, each step is committed at once.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from worker.channels import CommandQueue, Handover, OutputQueue
@@ -18,6 +18,7 @@ from worker.isolation import is_out_of_memory, run_span_by_span
 from worker.log import log_event
 from worker.messages import EngineCommand, LinkMessage, StepOutputs
 from worker.obey import Obedience
+from worker.pages.events import PageEventKind
 from worker.readers.audit import AuditClock, AuditFailed, AuditRound, Finding, compare_rows
 from worker.readers.metrics import CHECKS
 from worker.readers.observation import Observation
@@ -34,6 +35,8 @@ AUDIT_SHARE = 0.005  # of the engine's time at most
 AUDITED_ROWS = 4  # compared with the device in one round
 EXIT_OK, EXIT_BUG, EXIT_OUT_OF_MEMORY = 0, 70, 75
 
+FREED = int(PageEventKind.FREED)
+
 logger = logging.getLogger("worker.engine")
 
 
@@ -49,7 +52,7 @@ class EngineSettings:
     drain_grace: float = 60.0
     audit_interval: float = 1.0
     debug: bool = False
-    poison: bool = False
+    poison: Callable[[Sequence[int]], None] | None = None  # debugging: fills freed pages with NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,8 @@ class Engine:
         self._next_observation = 0.0
         self._has_news = True  # something happened since the last observation
         self._idle_seconds = 0.0
+        self._was_idle = True
+        self._poisoned = 0  # page event up to which freed pages were filled with NaN
 
     # From other threads.
 
@@ -165,8 +170,24 @@ class Engine:
             return None
         step = self._scheduler.schedule(now)
         if step is not None:
+            if self._was_idle:  # its last step is long ago for want of work, not because it is stuck
+                self._board.step = StepMark(self._board.step.number, now)
+                self._was_idle = False
+            self._poison_freed()
             self._in_flight.append(_Launched(step, self._runner.launch(step), now))
         return step
+
+    def _poison_freed(self) -> None:
+        """Debugging: what was freed holds NaN before anything new is written, so a stale read shows."""
+        poison = self._settings.poison
+        if poison is None:
+            return
+        events = self._scheduler.cache.events.read(self._poisoned)
+        assert events is not None, "more page events in one step than the ring holds"
+        self._poisoned = events.last_number
+        freed = [page for kind, page in zip(events.kinds, events.pages, strict=True) if kind == FREED]
+        if freed:
+            poison(sorted(set(freed)))
 
     def _sleep(self, now: float) -> None:
         """Nothing to run: until a command, a deadline, or the next observation."""
@@ -174,6 +195,7 @@ class Engine:
         limits += [time for time in (self._scheduler.next_deadline(now), self._drain_end) if time is not None]
         command = self._commands.wait(max(0.0, min(limits) - now))
         woken = self._clock()
+        self._was_idle = True
         self._idle_seconds += woken - now
         self._has_news = True
         if command is not None:
@@ -238,6 +260,7 @@ class Engine:
 
     def _publish(self) -> None:
         by_source = self._scheduler.take_outputs()
+        self._obedience.take_own(by_source, self._clock())
         if by_source:
             seconds = self._steps[-1].seconds if self._steps else 0.0
             self._outputs.put(StepOutputs(self._board.step.number, seconds, by_source))

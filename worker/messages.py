@@ -63,7 +63,25 @@ class Flush:
     include_pinned: bool
 
 
-EngineCommand = AddRequest | Abort | DropSource | ReadRows | Flush
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Keeps the whole pages of a prefix; without tokens: lets go of the pin."""
+
+    ticket: Ticket
+    name: str
+    token_ids: Sequence[int]
+    salt: bytes
+    ttl_seconds: float  # 0: for ever
+
+
+@dataclass(frozen=True, slots=True)
+class ListPins:
+    """Asks for all pins."""
+
+    ticket: Ticket
+
+
+EngineCommand = AddRequest | Abort | DropSource | ReadRows | Flush | Pin | ListPins
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +133,35 @@ class FlushAnswer:
     unindexed_pages: int
 
 
+@dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """A pin on this worker."""
+
+    name: str
+    salt: bytes  # tenant, a zero byte, the salt of its requests
+    token_count: int
+    pinned_tokens: int
+    pinned_pages: int
+    computed_tokens: int
+    seconds_left: float | None  # None: for ever
+
+
+@dataclass(frozen=True, slots=True)
+class PinAnswer:
+    """The answer to Pin (one, or none after a removal) and to ListPins."""
+
+    ticket: Ticket
+    pins: Sequence[PinnedPrefix]
+    is_list: bool = False
+
+
 class CallError(IntEnum):
     """Why a call failed; numbers are those of google.rpc.Code."""
 
     INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4
     RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
     OUT_OF_RANGE = 11
     UNIMPLEMENTED = 12
     INTERNAL = 13
@@ -137,6 +178,7 @@ class CallReason(IntEnum):
     NOT_READY = 12
     FEATURE_DISABLED = 15
     INTERNAL = 19
+    PIN_LIMIT = 24
     DEADLINE_PASSED = 28
 
 
@@ -159,7 +201,7 @@ class EncodedReply:
     is_last: bool
 
 
-LinkMessage = StepOutputs | AddAnswer | RowsAnswer | FlushAnswer | CallFailure | EncodedReply
+LinkMessage = StepOutputs | AddAnswer | RowsAnswer | FlushAnswer | PinAnswer | CallFailure | EncodedReply
 
 
 @dataclass(frozen=True, slots=True)

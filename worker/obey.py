@@ -23,10 +23,14 @@ from worker.messages import (
     Flush,
     FlushAnswer,
     LinkMessage,
+    ListPins,
+    Pin,
     ReadRows,
     RowsAnswer,
     TableRow,
 )
+from worker.pinning import PIN_SOURCE, PinDesk
+from worker.scheduling.output import OutputColumns
 from worker.scheduling.request import AddOutcome, AddStatus
 from worker.scheduling.scheduler import Scheduler
 from worker.stats import SequenceView
@@ -48,6 +52,13 @@ class Obedience:
         self._runner = runner
         self._outputs = outputs
         self._pool = pool
+        self._pins = PinDesk(scheduler, outputs)
+
+    def take_own(self, by_source: dict[str, OutputColumns], now: float) -> None:
+        """Takes out what concerns requests that no service made."""
+        columns = by_source.pop(PIN_SOURCE, None)
+        if columns is not None:
+            self._pins.take(columns, now)
 
     def obey(self, command: EngineCommand, now: float) -> None:
         """Does it and puts its answer out."""
@@ -64,6 +75,10 @@ class Obedience:
                 self._answer(command, lambda: self._read_rows(command))
             case Flush():
                 self._answer(command, lambda: self._flush(command, now))
+            case Pin():
+                self._pins.obey(command, now)
+            case ListPins():
+                self._pins.list(command, now)
 
     def _add(self, command: AddRequest, now: float) -> None:
         spec = command.spec

@@ -8,15 +8,16 @@ import logging
 import os
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
+from typing import cast
 
 import zmq
 from prometheus_client import CollectorRegistry
 
 from worker.channels import CommandQueue, Handover, OutputQueue
-from worker.config import WorkerConfig
+from worker.config import ConfigError, WorkerConfig
 from worker.description import PoolDescription, WorkerDescription
 from worker.devices import Device, DeviceFacts, row_width
 from worker.engine import Engine, EngineSettings
@@ -216,7 +217,7 @@ class WorkerProcess:
                     drain_grace=self.config.drain_grace,
                     audit_interval=self.config.audit_interval,
                     debug=self.config.debug,
-                    poison=self.config.debug_poison,
+                    poison=_poison_of(runner) if self.config.debug_poison else None,
                 ),
                 commands=self.commands,
                 outputs=self.outputs,
@@ -241,6 +242,14 @@ class WorkerProcess:
             return engine.run()
         finally:
             runner.close()
+
+
+def _poison_of(runner: Runner) -> Callable[[Sequence[int]], None]:
+    """How this runner fills pages with what must never be read."""
+    poison = getattr(runner, "poison_pages", None) or getattr(runner, "poison", None)
+    if poison is None:
+        raise ConfigError(f"debug_poison: {type(runner).__name__} cannot")
+    return cast(Callable[[Sequence[int]], None], poison)
 
 
 def warm_up(runner: Runner, page_size: int) -> None:

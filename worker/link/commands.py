@@ -7,13 +7,16 @@ Owns the open calls; a call that nobody answered in time is answered here, and a
 from collections.abc import Callable
 
 from kvatlas.worker.v1 import worker_pb2
+from worker.link.codec import Unfit, plane
 from worker.messages import (
     CallError,
     CallFailure,
     CallReason,
     EngineCommand,
     Flush,
+    ListPins,
     ObserverCall,
+    Pin,
     ReadRows,
     ReplayCall,
     SnapshotCall,
@@ -90,6 +93,10 @@ class CommandDesk:
                 asked = command.flush
                 salt = asked.salt.encode() if asked.HasField("salt") else None
                 self._to_engine(Flush(ticket, asked.tenant, salt, asked.include_active, asked.include_pinned))
+            case "pin":
+                self._to_engine(_pin(ticket, command.pin))
+            case "list_pins":
+                self._to_engine(ListPins(ticket))
             case None:
                 raise CallRefused(
                     CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD, "command: none is set"
@@ -147,3 +154,11 @@ class CommandDesk:
         self._open_by_source[ticket.source] -= 1
         if not self._open_by_source[ticket.source]:
             del self._open_by_source[ticket.source]
+
+
+def _pin(ticket: Ticket, pin: worker_pb2.PinPrefix) -> Pin:
+    try:
+        token_ids = plane("I", pin.token_ids, "token_ids")
+    except Unfit as unfit:
+        raise CallRefused(CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD, str(unfit)) from None
+    return Pin(ticket, pin.name, token_ids, pin.cache_salt, pin.ttl_ms / 1000)

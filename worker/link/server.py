@@ -32,6 +32,7 @@ from worker.messages import (
     FlushAnswer,
     LinkMessage,
     ObserverCall,
+    PinAnswer,
     RowsAnswer,
     StepOutputs,
     Ticket,
@@ -271,6 +272,9 @@ class EngineLink:
                     self._send_replies(item.ticket, status_codec.row_replies(item))
                 case FlushAnswer():
                     self._send_replies(item.ticket, [status_codec.flush_reply(item)])
+                case PinAnswer():
+                    worker_id = self._status.description.worker_id
+                    self._send_replies(item.ticket, [status_codec.pin_reply(item, worker_id, time.time_ns())])
                 case CallFailure():
                     self._send_replies(item.ticket, [codec.failure_reply(item)])
 

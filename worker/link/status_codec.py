@@ -9,7 +9,7 @@ from kvatlas.v1 import cache_pb2, server_pb2
 from kvatlas.worker.v1 import worker_pb2
 from worker.description import VERSION, ModelDescription, WorkerDescription
 from worker.link.codec import PROTOCOL
-from worker.messages import FlushAnswer, RowsAnswer
+from worker.messages import FlushAnswer, PinAnswer, PinnedPrefix, RowsAnswer
 from worker.stats import EngineCounts, PoolTotals
 from worker.status import StatusBoard
 
@@ -182,3 +182,29 @@ def flush_reply(answer: FlushAnswer) -> worker_pb2.CommandReply:
         freed_pages=answer.freed_pages, unindexed_pages=answer.unindexed_pages
     )
     return worker_pb2.CommandReply(command_id=answer.ticket.command_id, flush=flush)
+
+
+def pin_reply(answer: PinAnswer, worker_id: str, now_ns: int) -> worker_pb2.CommandReply:
+    """A pin, or all of them; an unset pin after a removal."""
+    pins = [_pin(pin, worker_id, now_ns) for pin in answer.pins]
+    command_id = answer.ticket.command_id
+    if answer.is_list:
+        listed = server_pb2.ListPinnedPrefixesResponse(pins=pins)
+        return worker_pb2.CommandReply(command_id=command_id, pins=listed)
+    return worker_pb2.CommandReply(command_id=command_id, pin=pins[0] if pins else None)
+
+
+def _pin(pin: PinnedPrefix, worker_id: str, now_ns: int) -> server_pb2.PinnedPrefix:
+    tenant, _, salt = pin.salt.partition(b"\0")
+    left = pin.seconds_left
+    return server_pb2.PinnedPrefix(
+        name=pin.name,
+        worker_id=worker_id,
+        token_count=pin.token_count,
+        pinned_tokens=pin.pinned_tokens,
+        pinned_pages=pin.pinned_pages,
+        computed_tokens=pin.computed_tokens,
+        tenant=tenant.decode(errors="replace"),
+        salt=salt.decode(errors="replace"),
+        expire_time=None if left is None else timestamp(now_ns + int(left * 1e9)),
+    )
