@@ -14,10 +14,12 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import grpc
 import uvloop
 import zmq
+from google.rpc import error_details_pb2, status_pb2
 
 from kvatlas.models.files import ModelFiles, ModelKind
 from kvatlas.models.vocabulary import BYTE_EOS, tokenizer_digest
@@ -66,7 +68,7 @@ class WorkerScript:
     page_size: int = 16
     max_context: int = 4096
     vocab_size: int = 512
-    state: int = server_pb2.SERVER_STATE_SERVING
+    state: Any = server_pb2.SERVER_STATE_SERVING
     features: tuple[str, ...] = ("prefix_cache",)
     tokenizer_sha256: str = field(default_factory=lambda: tokenizer_digest(TOY))
     last_step_age: float = 0.0  # seconds, as heartbeats tell it
@@ -197,7 +199,7 @@ class ScriptedWorker:
         prompt = memoryview(add.prompt_token_ids).cast("I").tolist()
         result = worker_pb2.AddResult(
             sequence_id=add.sequence_id,
-            status=int(status),  # type: ignore[arg-type]
+            status=cast(Any, int(status)),
             queue_position=int(script.get("queue_position", "0")),
             estimated_wait_ms=int(script.get("estimated_wait_ms", "0")),
             needed_pages=40,
@@ -246,7 +248,7 @@ class ScriptedWorker:
                 worker_id=self.worker_id,
                 epoch=self._epoch,
                 state=script.state,
-                model_id="toy",  # type: ignore[arg-type]
+                model_id="toy",
             ),
             model=server_pb2.Model(
                 model_id="toy",
@@ -271,7 +273,7 @@ class ScriptedWorker:
     def _heartbeat(self) -> worker_pb2.Heartbeat:
         load = server_pb2.WorkerLoad(
             worker_id=self.worker_id,
-            state=self.script.state,  # type: ignore[arg-type]
+            state=self.script.state,
             running_sequences=sum(1 for one in self._sequences.values() if one.has_started),
             waiting_requests=sum(1 for one in self._sequences.values() if not one.has_started),
             total_pages=self.script.num_pages,
@@ -330,7 +332,7 @@ class ScriptedWorker:
         self._bills[sequence.first_id] -= 1
         end = output.ends.add(sequence_id=sequence.sequence_id, completion_tokens=sequence.num_tokens)
         if code == FinishCode.FAILED:
-            end.error_reason = int(sequence.script.get("error_reason", "19"))  # type: ignore[assignment]
+            end.error_reason = cast(Any, int(sequence.script.get("error_reason", "19")))
             end.message = "scripted"
         if not self._bills[sequence.first_id]:
             end.bill.CopyFrom(generation_pb2.KvBill(page_seconds=1.5, peak_pages=2, copied_pages=1))
@@ -383,7 +385,7 @@ class _Output:
 
 
 def _columns(scores: "list[tuple[int, int] | None]") -> worker_pb2.LogprobColumns:
-    """Made-up log-probabilities that a test can compute: -token / 100; alternatives token + 1, + 2 and so on."""
+    """Made-up log-probabilities that a test can compute: -token / 100; alternatives token + 1, + 2, ..."""
     known = [score if score is not None else (-1, 0) for score in scores]
     others = [token + place for token, count in known for place in range(1, count + 1)]
     return worker_pb2.LogprobColumns(
@@ -399,6 +401,49 @@ def _prompt_scores(sequence: _Sequence) -> worker_pb2.PromptLogprobs:
     count = sequence.add.params.prompt_logprobs
     scores: list[tuple[int, int] | None] = [None, *((token, count) for token in sequence.prompt[1:])]
     return worker_pb2.PromptLogprobs(sequence_id=sequence.first_id, columns=_columns(scores))
+
+
+# What a client sees
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A status of ours, taken apart."""
+
+    code: str
+    message: str
+    reason: str
+    metadata: Mapping[str, str]
+    paths: tuple[str, ...]  # of BadRequest
+    retry_ms: int | None  # of RetryInfo
+    pushback: str | None  # trailer
+
+    @classmethod
+    def of(cls, error: grpc.RpcError) -> "Refusal":
+        """Of what a stub raised; without details (gRPC's core made it) the reason is empty."""
+        call: Any = error
+        trailers = dict(call.trailing_metadata() or ())
+        status = status_pb2.Status.FromString(trailers.get("grpc-status-details-bin", b""))
+        info, bad, retry = (
+            error_details_pb2.ErrorInfo(),
+            error_details_pb2.BadRequest(),
+            error_details_pb2.RetryInfo(),
+        )
+        has_retry = False
+        for detail in status.details:
+            detail.Unpack(info)
+            detail.Unpack(bad)
+            has_retry = detail.Unpack(retry) or has_retry
+        assert not status.details or info.domain == "kvatlas.v1", info
+        return cls(
+            call.code().name,
+            call.details(),
+            info.reason,
+            dict(info.metadata),
+            tuple(violation.field for violation in bad.field_violations),
+            retry.retry_delay.ToMilliseconds() if has_retry else None,
+            trailers.get("grpc-retry-pushback-ms"),
+        )
 
 
 # A service in this process
@@ -471,9 +516,13 @@ def running_service(
     config = ServiceConfig(
         address="127.0.0.1:0",
         metrics_address="127.0.0.1:0",
-        workers=tuple(worker.address for worker in workers),
         instance_id="service-under-test",
-        **{"drain_listen": 0.0, "grace": 5.0, **settings},
+        **{
+            "workers": tuple(worker.address for worker in workers) or (f"ipc://{folder}/nobody",),
+            "drain_listen": 0.0,
+            "grace": 5.0,
+            **settings,
+        },
     )
     thread = loop_thread()
 

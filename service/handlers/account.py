@@ -1,6 +1,7 @@
 """When things happened to one request, and the metrics that follow from it.
 
-Owns its clock readings, all of the monotonic clock: uvloop's ticks in milliseconds. Latencies are observed by who sends the message.
+Owns its clock readings, all of the monotonic clock: uvloop's ticks in milliseconds. Latencies are observed
+by who sends the message.
 """
 
 from collections.abc import Sequence

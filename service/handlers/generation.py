@@ -48,11 +48,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 await run.wait()
                 run.settle()
             answers = [_Answer() for _ in run.choices]
-            while not run.is_over:
-                pieces = run.take()
+            while (pieces := run.take()) is not None:
                 for piece in pieces:
                     self._collect(run, answers[piece.index], piece)
-                if not pieces and not run.is_over:
+                if not pieces:
                     await run.wait()
             response = self._response(run, answers)
             await context.send_initial_metadata(((REQUEST_ID_KEY, run.request.request_id),))
@@ -262,11 +261,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             run.settle()
         await stream.begin(respond.started(run, self._model_id))
         token_bytes = self._backstage.prompts.tokenizer.token_bytes
-        while not run.is_over:
-            pieces = run.take()
+        while (pieces := run.take()) is not None:
             for piece in pieces:
                 await self._send(run, shape, stream, piece, token_bytes)
-            if not pieces and not run.is_over:
+            if not pieces:
                 await run.wait()
         await stream.write(respond.summary(run, token_bytes))
 

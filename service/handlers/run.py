@@ -35,6 +35,7 @@ from service.request import (
     SequenceStart,
 )
 
+TIMER_SLACK_SECONDS = 0.001  # timers may ring a little before their time, and ring once
 RETRY_SECONDS = 0.2  # until a worker that refused a resumed sequence is asked again
 _RETRYABLE = (AddStatus.QUEUE_FULL, AddStatus.NOT_READY, AddStatus.DRAINING)
 
@@ -128,18 +129,18 @@ class GenerationRun:
         if self._homeless:
             self._find_home()
 
-    def take(self) -> list[Piece]:
-        """What there is to send now; empty: nothing yet, or all is over (`is_over`). Raises Failure."""
+    def take(self) -> list[Piece] | None:
+        """What there is to send now, maybe nothing; None: all is over, the bill too. Raises Failure."""
         self.settle()
         pieces = []
         for choice in self.choices:
             if choice.finish is None and choice.box.is_ready:
                 pieces.append(self._take(choice))
-        return pieces
+        return pieces if pieces or not self._is_over else None
 
     @property
-    def is_over(self) -> bool:
-        """Whether every sample has ended here and on its worker: the bill is complete."""
+    def _is_over(self) -> bool:
+        """Whether every sample has ended here and on its worker."""
         return all(choice.finish is not None and choice.box.end is not None for choice in self.choices)
 
     @property
@@ -312,7 +313,8 @@ class GenerationRun:
             self._timer = self._loop.call_at(self._home_deadline, self.inbox.wake)
 
     def _find_home(self) -> None:
-        link = self._pool.pick() if self._loop.time() >= self._retry_at else None
+        now = self._loop.time() + TIMER_SLACK_SECONDS
+        link = self._pool.pick() if now >= self._retry_at else None
         if link is not None:
             homeless = self._homeless
             self._leave_homeless()
@@ -320,7 +322,7 @@ class GenerationRun:
                 self.resumes += len(homeless)
                 self._metrics.resumes[self._lost_reason].inc(len(homeless))
             self._send(link, homeless)
-        elif self._loop.time() >= self._home_deadline:
+        elif now >= self._home_deadline:
             raise self._worker_lost()
 
     def _leave_homeless(self) -> None:
