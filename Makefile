@@ -8,7 +8,8 @@ TORCH ?= torch==2.13.0
 PYTHON3 ?= python3
 
 PYTHON := $(VENV)/bin/python
-PIP    := $(PYTHON) -m pip --disable-pip-version-check --no-input
+# On a terminal pip shows how far it is; elsewhere it only tells of errors.
+PIP    := $(PYTHON) -m pip --disable-pip-version-check --no-input $(shell test -t 2 || echo -qq)
 READY  := $(VENV)/.kvatlas
 DEV    := $(VENV)/.kvatlas-dev
 
@@ -89,12 +90,12 @@ $(PYTHON):
 
 $(DEV): pyproject.toml | $(PYTHON)
 	@echo "installing torch, kvatlas and the tools (once)"
-	@$(PIP) install --quiet --progress-bar on "$(TORCH)"
-	@$(PIP) install --quiet --progress-bar on -e '.[dev]'
+	@$(PIP) install "$(TORCH)"
+	@$(PIP) install -e '.[dev]'
 	@touch $(READY) $(DEV)
 
 $(READY): pyproject.toml | $(PYTHON)
 	@if [ -f $(DEV) ]; then $(MAKE) --no-print-directory $(DEV); else \
 	  echo "installing torch and kvatlas (once)"; \
-	  $(PIP) install --quiet --progress-bar on "$(TORCH)" && \
-	  $(PIP) install --quiet --progress-bar on -e '.[all]' && touch $(READY); fi
+	  $(PIP) install "$(TORCH)" && \
+	  $(PIP) install -e '.[all]' && touch $(READY); fi
