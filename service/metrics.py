@@ -121,6 +121,14 @@ class ServiceMetrics:
         )
         self.slow_readers = self._counter("kvatlas_stream_slow_readers_total", "Calls ended as SLOW_READER.")
 
+        watchers = Gauge(
+            "kvatlas_page_watchers", "Open WatchPageMap calls.", ["mode"], registry=self.registry
+        )
+        self.page_watchers = {mode: watchers.labels(mode) for mode in ("state", "events")}
+        self.page_watch_lagged = self._counter(
+            "kvatlas_page_watch_lagged_total", "Readers of page events that fell behind the ring."
+        )
+
     def _resumes(self) -> None:
         resumes = self._counter(
             "kvatlas_resumes_total",

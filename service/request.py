@@ -94,6 +94,7 @@ class Stops:
     """When a sequence ends."""
 
     max_tokens: int
+    is_limit_given: bool = True  # max_tokens is the client's, not what was left of context or pool
     min_tokens: int = 0
     strings: tuple[str, ...] = ()
     token_ids: tuple[int, ...] = ()

@@ -15,14 +15,24 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry
 
-from kvatlas.v1 import generation_pb2, generation_pb2_grpc, server_pb2, server_pb2_grpc
+from kvatlas.v1 import (
+    cache_pb2,
+    cache_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    server_pb2,
+    server_pb2_grpc,
+)
 from service import errors, health
 from service.admission import Admission
 from service.config import ServiceConfig
 from service.fleet.codec import WorkerFacts
+from service.fleet.mirror_metrics import MirrorCollector
+from service.fleet.mirrors import PageMirrors
 from service.fleet.workers import WorkerPool
 from service.guard import Guard
 from service.handlers.backstage import Backstage
+from service.handlers.cache import CacheServicer
 from service.handlers.generation import GenerationServicer
 from service.handlers.info import InfoServicer
 from service.handlers.live import LiveCalls
@@ -40,6 +50,11 @@ from service.text.threads import TextThreads
 from service.text.tokenizer import Tokenizer
 from service.version import VERSION, source_revision
 
+PUBLIC_SERVICES = (
+    generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
+    cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name,
+    server_pb2.DESCRIPTOR.services_by_name["ServerService"].full_name,
+)
 ABORT_SECONDS = 1.0  # for handlers to end with a status of their own once they must
 STOP_SECONDS = 2.0  # for their `finally` after that
 HEALTH_SECONDS = 0.5
@@ -89,6 +104,9 @@ class Service:
             watches=Admission(config.max_watches),
             live=LiveCalls(),
         )
+        self._mirrors = PageMirrors()
+        self.backstage.pool.add_listener(self._mirrors)
+        registry.register(MirrorCollector(self._mirrors))
         live = self.backstage.live
         metrics.read_at_scrape(queue_tokens=live.unread_tokens, waiting=live.untaken)
         self._ops = OpsServer(registry, self._is_ready)
@@ -147,10 +165,10 @@ class Service:
         add(GenerationServicer(self.backstage), server)
         add = server_pb2_grpc.add_ServerServiceServicer_to_server
         add(InfoServicer(self.backstage), server)
+        add = cache_pb2_grpc.add_CacheServiceServicer_to_server
+        add(CacheServicer(self.backstage, self._mirrors), server)
         health.add_health(server, self.backstage.board)
-        generation = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
-        info = server_pb2.DESCRIPTOR.services_by_name["ServerService"].full_name
-        add_reflection(server, [generation, info])
+        add_reflection(server, PUBLIC_SERVICES)
 
     async def _start_ops(self) -> None:
         if not self._config.metrics_address:
@@ -177,6 +195,7 @@ class Service:
 
     def _refresh_health(self) -> None:
         self.backstage.board.set(health.GENERATION, is_serving=bool(self.backstage.pool.usable))
+        self.backstage.board.set(health.CACHE, is_serving=self._mirrors.is_any_fresh)
 
     def _tick(self) -> None:
         self._refresh_health()
@@ -213,6 +232,7 @@ class Service:
     def _close(self) -> None:
         if self._health_timer is not None:
             self._health_timer.cancel()
+        self._mirrors.close()
         self.backstage.pool.close()
         self._ops.close()
         self._threads.close()

@@ -97,6 +97,11 @@ class WorkerPool:
         chosen = (up or known)[:1]
         return chosen[0].facts if chosen else None
 
+    @property
+    def pinned_pages(self) -> int:
+        """Pages that no sequence gets, at the last heartbeat; the most of all workers."""
+        return max((link.beat.pool.pinned_pages for link in self.known if link.beat is not None), default=0)
+
     def state_of(self, link: WorkerLink) -> int:
         """ServerState of a worker."""
         if link.facts is None:

@@ -9,6 +9,7 @@ from service.fleet.codec import WorkerFacts
 from service.fleet.workers import WorkerPool
 from service.handlers.live import LiveCalls
 from service.handlers.prompts import Prompts
+from service.handlers.validate import MAX_SAMPLES
 from service.health import HealthBoard
 from service.metrics import ServiceMetrics
 
@@ -42,6 +43,10 @@ class Backstage:
         if model and model != facts.model_id:
             raise errors.model_not_found(model)
         return facts
+
+    def max_samples(self, facts: WorkerFacts) -> int:
+        """Samples of one request: they are admitted together, so they must fit the worker's rows."""
+        return min(MAX_SAMPLES, facts.max_running_sequences)
 
     def max_prompt_tokens(self, facts: WorkerFacts) -> int:
         """Prompt tokens at most: there is room for at least one more."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from service.mailbox import Mailbox
-from service.request import FinishCode, FinishReason, Scores
+from service.request import FinishCode, FinishReason, Scores, Stops
 from service.text.answer import AnswerText
 
 _REASONS = {
@@ -50,19 +50,10 @@ class Piece:
 class Choice:
     """One sample of a request."""
 
-    __slots__ = (
-        "_answer",
-        "_min_tokens",
-        "_shows_stop",
-        "box",
-        "finish",
-        "index",
-        "num_tokens",
-        "sequence_id",
-    )
+    __slots__ = ("_answer", "_min_tokens", "_stops", "box", "finish", "index", "num_tokens")
 
     def __init__(
-        self, index: int, box: Mailbox, answer: AnswerText | None, *, min_tokens: int, shows_stop: bool
+        self, index: int, box: Mailbox, answer: AnswerText | None, stops: Stops, *, min_tokens: int = 1
     ) -> None:
         self.index = index
         self.box = box
@@ -70,7 +61,7 @@ class Choice:
         self.finish: Finish | None = None
         self._answer = answer  # None: neither text nor stop strings are asked for
         self._min_tokens = min_tokens  # of one message
-        self._shows_stop = shows_stop
+        self._stops = stops
 
     def take(self) -> Piece:
         """All that waits, and the end if it has come. Not called after the end."""
@@ -98,7 +89,7 @@ class Choice:
     @property
     def _shows_last(self) -> bool:
         end = self.box.end
-        return self._shows_stop or end is None or end.code not in _HIDDEN_LAST
+        return self._stops.include_in_output or end is None or end.code not in _HIDDEN_LAST
 
     def _flush(self) -> tuple[str, str | None]:
         if self._answer is None:
@@ -112,5 +103,8 @@ class Choice:
         end = self.box.end
         if end is None:
             return None
-        token = self.box.tokens[-1] if end.code == FinishCode.STOP_TOKEN and self.box.tokens else None
-        return Finish(_REASONS[end.code], stop_token_id=token)
+        if end.code == FinishCode.STOP_TOKEN and self.box.tokens:
+            return Finish(FinishReason.STOP_TOKEN, stop_token_id=self.box.tokens[-1])
+        if end.code == FinishCode.MAX_TOKENS and not self._stops.is_limit_given:
+            return Finish(FinishReason.CONTEXT_LENGTH)  # all that was left is used up
+        return Finish(_REASONS[end.code])

@@ -99,6 +99,7 @@ def _sampling(given: pb.SamplingParams, defaults: DefaultSampling) -> Sampling:
 def _stops(stop: pb.StopCriteria) -> Stops:
     return Stops(
         max_tokens=stop.max_tokens,  # 0 while unset; with_prompt resolves it
+        is_limit_given=stop.HasField("max_tokens"),
         min_tokens=stop.min_tokens,
         strings=tuple(stop.stop_strings),
         token_ids=tuple(stop.stop_token_ids),

@@ -15,18 +15,15 @@ from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc
 from service import errors
 from service.errors import Failure, Violation
-from service.fleet.codec import WorkerFacts
 from service.handlers import convert, respond, validate
 from service.handlers.account import RequestAccount
 from service.handlers.backstage import Backstage
-from service.handlers.choice import Choice, Piece
+from service.handlers.choice import Piece
 from service.handlers.convert import StreamShape
 from service.handlers.live import LiveCall
+from service.handlers.opening import Opening
 from service.handlers.run import GenerationRun, outcome_of
-from service.mailbox import Inbox, Mailbox
-from service.request import AbortReason, Call, Request, current_call
-from service.text.answer import AnswerText
-from service.text.stop_strings import StopMatcher, StopStrings
+from service.request import AbortReason, current_call
 
 REQUEST_ID_KEY = "x-request-id"
 QUEUE_UPDATE_SECONDS = 1.0
@@ -38,6 +35,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def __init__(self, backstage: Backstage) -> None:
         self._backstage = backstage
+        self._opening = Opening(backstage)
         self._loop = asyncio.get_running_loop()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
@@ -135,15 +133,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         reason = AbortReason.SERVICE_ERROR
         is_cancelled = False
         try:
-            request, facts = self._checked(spec, faults, call)
+            request, facts = self._opening.check(spec, faults, call)
             live = self._backstage.live.enter(request.request_id, request.tenant)
             if live is None:
                 raise errors.duplicate_request_id(request.request_id)
             permit = self._backstage.admission.enter()
             if permit is None:
                 raise errors.queue_full(0, call.attempts_before)
-            request = self._with_prompt(request, await self._backstage.prompts.ids_of(spec), facts)
-            live.run = run = self._run(request, shape, account, call)
+            request = self._opening.complete(request, await self._backstage.prompts.ids_of(spec), facts)
+            live.run = run = self._opening.run_of(request, shape, account, call)
             if live.is_cancelled:
                 run.cancel()
             else:
@@ -174,81 +172,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             outcome = outcome_of(failure, done, is_cancelled=is_cancelled)
             counts = [choice.num_tokens for choice in done.choices] if done is not None else []
             account.ended(outcome, monotonic(), counts)
-
-    def _checked(
-        self, spec: pb.GenerationSpec, faults: Sequence[Violation], call: Call
-    ) -> tuple[Request, WorkerFacts]:
-        """The request without its prompt. Raises Failure for the first kind of thing that is wrong."""
-        backstage = self._backstage
-        if validate.REQUEST_ID.fullmatch(spec.request_id):
-            call.request_id = spec.request_id
-        backstage.refuse_if_draining()
-        vocab_size = backstage.pool.facts.vocab_size if backstage.pool.facts is not None else 1 << 32
-        if found := [*validate.generation(spec, vocab_size), *faults]:
-            raise errors.invalid_fields(found)
-        facts = backstage.facts_of(spec.model)
-        request = convert.request_from(spec, call, facts.model.defaults)
-        call.request_id = request.request_id
-        if request.constraint is not None and "constraints" not in facts.features:
-            raise errors.feature_disabled("constraints")
-        if request.adapter and "adapters" not in facts.features:
-            raise errors.feature_disabled("adapters")
-        if spec.WhichOneof("prompt") == "chat":
-            backstage.prompts.check_chat(spec.chat)
-        return request, facts
-
-    def _with_prompt(self, request: Request, ids: Sequence[int], facts: WorkerFacts) -> Request:
-        if not ids:
-            raise errors.invalid_fields([Violation("spec.prompt", "has no tokens")])
-        limit = self._backstage.max_prompt_tokens(facts)
-        if len(ids) > limit:
-            raise errors.prompt_too_long(len(ids), limit, facts.max_context_tokens)
-        room = facts.max_context_tokens - len(ids)
-        asked = request.stops.max_tokens
-        return convert.with_prompt(request, ids, asked or min(room, _pool_room(request, len(ids), facts)))
-
-    def _run(
-        self, request: Request, shape: StreamShape, account: RequestAccount, call: Call
-    ) -> GenerationRun:
-        inbox = Inbox(self._loop)
-        stops = StopStrings(request.stops.strings) if request.stops.strings else None
-        choices = [self._choice(index, request, shape, inbox, stops) for index in range(request.num_samples)]
-        return GenerationRun(
-            request,
-            choices,
-            inbox,
-            pool=self._backstage.pool,
-            metrics=self._backstage.metrics,
-            account=account,
-            resume_seconds=self._backstage.config.resume_seconds,
-            attempts_before=call.attempts_before,
-        )
-
-    def _choice(
-        self, index: int, request: Request, shape: StreamShape, inbox: Inbox, stops: StopStrings | None
-    ) -> Choice:
-        box = Mailbox(
-            inbox,
-            request.stops.max_tokens,
-            self._loop,
-            has_scores=request.output.logprobs is not None,
-            hold_seconds=shape.hold_seconds,
-        )
-        answer = None
-        if request.output.text or stops is not None:
-            detokenizer = self._backstage.prompts.tokenizer.detokenizer(
-                skip_special_tokens=request.output.skip_special
-            )
-            shows = request.stops.include_in_output
-            matcher = StopMatcher(stops, include_stop=shows) if stops is not None else None
-            answer = AnswerText(detokenizer, matcher, min_tokens=request.stops.min_tokens)
-        return Choice(
-            index,
-            box,
-            answer,
-            min_tokens=shape.min_tokens,
-            shows_stop=request.stops.include_in_output,
-        )
 
     # A stream
 
@@ -362,10 +285,3 @@ class _Stream:
             return
         self._next_update = now + QUEUE_UPDATE_SECONDS - 0.01
         await self.begin(respond.queued(self._run, outcome, now))
-
-
-def _pool_room(request: Request, num_prompt_tokens: int, facts: WorkerFacts) -> int:
-    """Output tokens that fit the pool beside the prompt: whole prompt pages are shared by the samples."""
-    shared = num_prompt_tokens // facts.page_size
-    private = max(1, (facts.page_count - 1 - shared) // request.num_samples)
-    return max(1, (shared + private) * facts.page_size - num_prompt_tokens)

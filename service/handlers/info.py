@@ -91,6 +91,7 @@ class InfoServicer(server_pb2_grpc.ServerServiceServicer):
             limits.max_prompt_tokens = self._backstage.max_prompt_tokens(facts)
             limits.max_queued_requests = facts.max_queued_requests
             limits.max_running_sequences = sum(each.max_running_sequences for each in known)
+            limits.max_samples = self._backstage.max_samples(facts)
             limits.max_pinned_pages = facts.max_pinned_pages
         return limits
 

@@ -221,6 +221,8 @@ class GenerationRun:
                 facts = self._pool.facts
                 context = facts.max_context_tokens if facts is not None else 0
                 return errors.prompt_too_long(len(request.prompt_ids), max(0, context - 1), context)
+            case AddStatus.TIMEOUT_TOO_SHORT if 0 < request.queue_timeout_ms <= outcome.estimated_wait_ms:
+                return errors.queue_timeout(request.queue_timeout_ms)
             case AddStatus.TIMEOUT_TOO_SHORT:
                 return errors.deadline_too_short(outcome.estimated_wait_ms)
             case AddStatus.DRAINING:

@@ -77,13 +77,13 @@ class Violations:
             self.add(path, f"{value} is no value of {enum.DESCRIPTOR.name}" if value else "must be set")
 
 
-def generation(spec: pb.GenerationSpec, vocab_size: int) -> list[Violation]:
+def generation(spec: pb.GenerationSpec, vocab_size: int, max_samples: int = MAX_SAMPLES) -> list[Violation]:
     """All that is wrong with a GenerationSpec."""
     found = Violations()
     if spec.request_id and not REQUEST_ID.fullmatch(spec.request_id):
         found.add("spec.request_id", "must be 1 to 64 characters of [A-Za-z0-9_.:-]")
     _prompt(found, spec, vocab_size)
-    _sampling(found, spec.sampling, vocab_size)
+    _sampling(found, spec.sampling, vocab_size, max_samples)
     _stop(found, spec.stop, vocab_size)
     _output(found, spec.output)
     found.number("spec.scheduling", spec.scheduling, "priority", -MAX_PRIORITY, MAX_PRIORITY)
@@ -193,7 +193,7 @@ def _json_object(found: Violations, path: str, text: str) -> None:
         found.add(path, "must be a JSON object")
 
 
-def _sampling(found: Violations, sampling: pb.SamplingParams, vocab_size: int) -> None:
+def _sampling(found: Violations, sampling: pb.SamplingParams, vocab_size: int, max_samples: int) -> None:
     path = "spec.sampling"
     found.number(path, sampling, "temperature", 0, 2)
     found.number(path, sampling, "top_p", 0, 1, opens="(")
@@ -201,7 +201,7 @@ def _sampling(found: Violations, sampling: pb.SamplingParams, vocab_size: int) -
     found.number(path, sampling, "repetition_penalty", 0, 2, opens="(")
     found.number(path, sampling, "frequency_penalty", -2, 2)
     found.number(path, sampling, "presence_penalty", -2, 2)
-    found.number(path, sampling, "n", 1, MAX_SAMPLES)
+    found.number(path, sampling, "n", 1, max_samples)
     bias = sampling.logit_bias
     if len(bias) > MAX_BIASES:
         found.add(f"{path}.logit_bias", f"{len(bias)} entries are more than {MAX_BIASES}")

@@ -1,0 +1,109 @@
+"""From what a client sent to a run that can be submitted: checks in order, prompt, samples.
+
+Owns the order of the checks and what an unset max_tokens becomes. Sends nothing.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from kvatlas.v1 import generation_pb2 as pb
+from service import errors
+from service.errors import Violation
+from service.fleet.codec import WorkerFacts
+from service.handlers import convert, validate
+from service.handlers.account import RequestAccount
+from service.handlers.backstage import Backstage
+from service.handlers.choice import Choice
+from service.handlers.convert import StreamShape
+from service.handlers.run import GenerationRun
+from service.mailbox import Inbox, Mailbox
+from service.request import Call, Request
+from service.text.answer import AnswerText
+from service.text.stop_strings import StopMatcher, StopStrings
+
+
+class Opening:
+    """Makes requests and runs."""
+
+    def __init__(self, backstage: Backstage) -> None:
+        self._backstage = backstage
+        self._loop = asyncio.get_running_loop()
+
+    def check(
+        self, spec: pb.GenerationSpec, faults: Sequence[Violation], call: Call
+    ) -> tuple[Request, WorkerFacts]:
+        """The request without its prompt. Raises Failure for the first kind of thing that is wrong."""
+        backstage = self._backstage
+        if validate.REQUEST_ID.fullmatch(spec.request_id):
+            call.request_id = spec.request_id
+        backstage.refuse_if_draining()
+        known = backstage.pool.facts
+        limits = (known.vocab_size, backstage.max_samples(known)) if known is not None else (1 << 32,)
+        if found := [*validate.generation(spec, *limits), *faults]:
+            raise errors.invalid_fields(found)
+        facts = backstage.facts_of(spec.model)
+        request = convert.request_from(spec, call, facts.model.defaults)
+        call.request_id = request.request_id
+        if request.constraint is not None and "constraints" not in facts.features:
+            raise errors.feature_disabled("constraints")
+        if request.adapter and "adapters" not in facts.features:
+            raise errors.feature_disabled("adapters")
+        if spec.WhichOneof("prompt") == "chat":
+            backstage.prompts.check_chat(spec.chat)
+        return request, facts
+
+    def complete(self, request: Request, ids: Sequence[int], facts: WorkerFacts) -> Request:
+        """The request with its prompt, and with what is left for output if the client gave no limit."""
+        if not ids:
+            raise errors.invalid_fields([Violation("spec.prompt", "has no tokens")])
+        limit = self._backstage.max_prompt_tokens(facts)
+        if len(ids) > limit:
+            raise errors.prompt_too_long(len(ids), limit, facts.max_context_tokens)
+        left = min(facts.max_context_tokens - len(ids), self._pool_room(request, len(ids), facts))
+        return convert.with_prompt(request, ids, request.stops.max_tokens or left)
+
+    def run_of(
+        self, request: Request, shape: StreamShape, account: RequestAccount, call: Call
+    ) -> GenerationRun:
+        """A run with its inbox and samples."""
+        inbox = Inbox(self._loop)
+        stops = StopStrings(request.stops.strings) if request.stops.strings else None
+        choices = [self._choice(index, request, shape, inbox, stops) for index in range(request.num_samples)]
+        return GenerationRun(
+            request,
+            choices,
+            inbox,
+            pool=self._backstage.pool,
+            metrics=self._backstage.metrics,
+            account=account,
+            resume_seconds=self._backstage.config.resume_seconds,
+            attempts_before=call.attempts_before,
+        )
+
+    def _pool_room(self, request: Request, num_prompt_tokens: int, facts: WorkerFacts) -> int:
+        """Output tokens that fit the pool beside the prompt; whole prompt pages are shared by the samples."""
+        shared = num_prompt_tokens // facts.page_size
+        usable = facts.page_count - 1 - self._backstage.pool.pinned_pages
+        private = max(1, (usable - shared) // request.num_samples)
+        return max(1, (shared + private) * facts.page_size - num_prompt_tokens)
+
+    def _choice(
+        self, index: int, request: Request, shape: StreamShape, inbox: Inbox, stops: StopStrings | None
+    ) -> Choice:
+        box = Mailbox(
+            inbox,
+            request.stops.max_tokens,
+            self._loop,
+            has_scores=request.output.logprobs is not None,
+            hold_seconds=shape.hold_seconds,
+        )
+        answer = self._answer(request, stops) if request.output.text or stops is not None else None
+        return Choice(index, box, answer, request.stops, min_tokens=shape.min_tokens)
+
+    def _answer(self, request: Request, stops: StopStrings | None) -> AnswerText:
+        detokenizer = self._backstage.prompts.tokenizer.detokenizer(
+            skip_special_tokens=request.output.skip_special
+        )
+        shows_stop = request.stops.include_in_output
+        matcher = StopMatcher(stops, include_stop=shows_stop) if stops is not None else None
+        return AnswerText(detokenizer, matcher, min_tokens=request.stops.min_tokens)
