@@ -22,7 +22,8 @@ def decode_inputs(
     """Fills positions, slots int32 [num_spans] and hidden [num_spans, width] for each row's last token.
 
     rows, kv_lens int32 [num_spans]: the token at position kv_lens[i] - 1 of row rows[i] is computed;
-    page_table, token_ids int32 [num_rows, row_width]; embedding [vocab, width]. Padding points at the dummy row.
+    page_table, token_ids int32 [num_rows, row_width]; embedding [vocab, width]. Padding points at the
+    dummy row.
     """
     width = embedding.shape[1]
     assert page_table.stride(0) == token_ids.stride(0), "tables of one shape"
