@@ -22,6 +22,11 @@ Bools = npt.NDArray[np.bool_]
 FREE, ACTIVE, CACHED, PINNED, RESERVED = map(int, PageState)
 
 
+def slots_of_page(index: int, token_count: int, page_size: int) -> int:
+    """Slots that hold a token in the index-th page of a sequence."""
+    return max(0, min(page_size, token_count - index * page_size))
+
+
 class _Columns:
     """Consecutive page events as arrays that share the memory of the ring's copy."""
 
@@ -216,11 +221,15 @@ class Ledger:
         self.refs[:] = np.frombuffer(snapshot.ref_counts, dtype=np.uint16)
         self.filled[:] = np.frombuffer(snapshot.filled_slots, dtype=np.uint16)
         self.owners[:] = np.frombuffer(snapshot.owners, dtype=np.uint16)
+        self.owners[self.refs == 0] = 0
         self.hits[:] = np.frombuffer(snapshot.hit_counts, dtype=np.uint16)
         self.parents[:] = np.frombuffer(snapshot.parent_page_ids, dtype=np.uint32)
         self.born_ms[:] = np.frombuffer(snapshot.born_ms, dtype=np.uint32)
         self.used_ms[:] = np.frombuffer(snapshot.used_ms, dtype=np.uint32)
         self.fingerprints[:] = np.frombuffer(snapshot.fingerprints, dtype=np.uint64)
+        for view in snapshot.sequences:  # also pages that a flush took out of the index while in use
+            for index, page in enumerate(view.page_ids):
+                self.filled[page] = slots_of_page(index, view.token_count, self.page_size)
         self._lives[:] = (self.states != FREE) & (self.states != RESERVED)
         self.state_counts[:] = 0
         self.shared_pages = self.references = self.filled_slots = 0

@@ -15,11 +15,11 @@ from worker.log import log_event
 from worker.pages.events import EventRing
 from worker.readers.audit import AuditBook
 from worker.readers.delta import totals
-from worker.readers.ledger import Ledger
+from worker.readers.ledger import Ledger, slots_of_page
 from worker.readers.load import LoadMeter
 from worker.readers.metrics import MetricsView, StepMeter, first_view
 from worker.readers.observation import Observation
-from worker.readers.sequences import SequenceBook, pages_between, slots_of_page
+from worker.readers.sequences import SequenceBook, pages_between
 from worker.stats import EngineCounts, LoadView, PoolTotals, SequenceView
 
 MAX_EVENTS_PER_FOLD = 16_384

@@ -130,11 +130,6 @@ def _view(entry: Entry, first: int) -> SequenceView:
     return replace(entry.view, page_ids=pages, first_page_index=first, token_count=entry.token_count)
 
 
-def slots_of_page(index: int, token_count: int, page_size: int) -> int:
-    """Slots that hold a token in the index-th page of a sequence."""
-    return max(0, min(page_size, token_count - index * page_size))
-
-
 def pages_between(before: int, after: int, page_size: int) -> Iterable[int]:
     """Indexes of the pages whose filling differs between two token counts of one sequence."""
     low, high = sorted((before, after))
