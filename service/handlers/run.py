@@ -80,7 +80,8 @@ class GenerationRun:
         self._home_deadline = 0.0
         self._retry_at = 0.0
         self._lost_reason = LostReason.CRASH
-        self._moves: dict[int, float] = {}  # by sequence id of a resumed sample: when it was lost
+        # By sequence id of a resumed sample: when it was lost, and its tokens then, prompt included.
+        self._moves: dict[int, tuple[float, int]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._failure: Failure | None = None
         self._stop_reason = AbortReason.CLIENT
@@ -238,8 +239,8 @@ class GenerationRun:
         if start.sequence_id not in self._ids:
             return
         now = monotonic()
-        if (lost_at := self._moves.pop(start.sequence_id, None)) is not None:
-            self._count_resume(start, now - lost_at)
+        if (move := self._moves.pop(start.sequence_id, None)) is not None:
+            self._count_resume(start, now - move[0], move[1])
         if self.start is None:
             self.start = start
             self.account.admitted(now, len(self.request.prompt_ids), start)
@@ -345,7 +346,8 @@ class GenerationRun:
                 self._links[choice.index] = link
                 self._ids[choice.index] = run.sequence_id + choice.index - group[0].index
             if self.start is not None:
-                self._moves[run.sequence_id] = self._home_deadline - self._resume_seconds
+                num_tokens = len(self.request.prompt_ids) + len(run.resume_ids)
+                self._moves[run.sequence_id] = (self._home_deadline - self._resume_seconds, num_tokens)
             if not link.add(self.request, run, self.inbox, [choice.box for choice in group]):
                 self.inbox.lost(LostReason.PARTITION)
 
@@ -381,10 +383,8 @@ class GenerationRun:
     def _num_tokens(self) -> int:
         return sum(len(choice.box.tokens) for choice in self.choices)
 
-    def _count_resume(self, start: SequenceStart, gap_seconds: float) -> None:
-        self._metrics.resume_gap.observe(gap_seconds)
-        index = self._ids.index(start.sequence_id)
-        num_tokens = len(self.request.prompt_ids) + len(self.choices[index].box.tokens)
+    def _count_resume(self, start: SequenceStart, gap_seconds: float, num_tokens: int) -> None:
+        self._metrics.resume_gap.observe(max(0.0, gap_seconds))
         hit = start.prefix.hit_tokens if start.prefix is not None else 0
         self._metrics.resume_hit.inc(hit)
         self._metrics.resume_computed.inc(max(0, num_tokens - hit))
