@@ -62,6 +62,16 @@ class _Launched:
     began: float
 
 
+class _Broken:
+    """A step that could not even be launched."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> StepResult:
+        raise self._error
+
+
 class Engine:
     """`run` on the main thread; `stop`, `fail` and `ask_for_snapshot` from anywhere, signal handlers too."""
 
@@ -174,8 +184,14 @@ class Engine:
                 self._board.step = StepMark(self._board.step.number, now)
                 self._was_idle = False
             self._poison_freed()
-            self._in_flight.append(_Launched(step, self._runner.launch(step), now))
+            self._in_flight.append(_Launched(step, self._start(step), now))
         return step
+
+    def _start(self, step: Step) -> StepHandle:
+        try:
+            return self._runner.launch(step)
+        except Exception as error:
+            return _Broken(error)  # dealt with where results are: one place for every failure
 
     def _poison_freed(self) -> None:
         """Debugging: what was freed holds NaN before anything new is written, so a stale read shows."""

@@ -1,0 +1,470 @@
+"""The engine's loop: every request ends exactly once, whatever breaks, and only what is broken ends badly."""
+
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from worker.channels import CommandQueue, Handover, OutputQueue
+from worker.description import ModelDescription, PoolDescription, WorkerDescription, WorkerState
+from worker.engine import EXIT_BUG, EXIT_OK, EXIT_OUT_OF_MEMORY, Engine, EngineSettings
+from worker.execution.fake_runner import FakeHandle, FakeModel, FakeRunner, answer_alone
+from worker.ids import SequenceId
+from worker.messages import (
+    Abort,
+    AddAnswer,
+    AddRequest,
+    DropSource,
+    EngineCommand,
+    LinkMessage,
+    ListPins,
+    Pin,
+    PinAnswer,
+    StepOutputs,
+    Ticket,
+)
+from worker.pages.page_cache import CacheConfig
+from worker.readers.audit import AuditRound
+from worker.readers.observation import Observation
+from worker.scheduling.output import NO_TOKEN, FailureReason, FinishCode, SequenceEnd
+from worker.scheduling.request import AbortReason, AddStatus, RequestSpec
+from worker.scheduling.sampling import SamplingParams
+from worker.scheduling.scheduler import Scheduler
+from worker.scheduling.settings import SchedulerConfig
+from worker.scheduling.step import Step, StepResult
+from worker.status import StatusBoard, first_board
+
+MODEL = FakeModel(vocab_size=97)
+CONTEXT = 128
+Fault = Callable[[str, Step], BaseException | None]
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch names it."""
+
+
+class BreakingRunner(FakeRunner):
+    """Asks `fault` at each stage of each step whether to raise."""
+
+    def __init__(self, fault: Fault, **sizes: object) -> None:
+        super().__init__(model=MODEL, lazy=True, **sizes)  # type: ignore[arg-type]
+        self.fault = fault
+        self.lies = False
+
+    def launch(self, step: Step) -> FakeHandle:
+        if (error := self.fault("prepare", step)) is not None:
+            raise error
+        return super().launch(step)
+
+    def _run(self, step: Step) -> StepResult:
+        result = super()._run(step)
+        if (error := self.fault("sample", step)) is not None:
+            raise error
+        return result
+
+    def read_rows(self, rows: list[int], num_slots: list[int]) -> list[list[int]]:
+        found = super().read_rows(rows, num_slots)
+        return [[slot + 1 for slot in row] for row in found] if self.lies else found
+
+
+@dataclass(slots=True)
+class Got:
+    """What services were told of one sequence."""
+
+    tokens: list[int] = field(default_factory=list)
+    ends: list[SequenceEnd] = field(default_factory=list)
+
+
+class Bench:
+    """An engine on a thread, with its queues in the test's hands."""
+
+    def __init__(self, settings: EngineSettings, fault: Fault, *, output_limit: int, pages: int) -> None:
+        cache = CacheConfig(pages, 4)
+        config = SchedulerConfig(cache, max_running=8, max_step_tokens=16, max_context_tokens=CONTEXT)
+        self.scheduler = Scheduler(config)
+        self.runner = BreakingRunner(fault, num_pages=pages, page_size=4, max_running=8, row_width=CONTEXT)
+        self.commands: CommandQueue[EngineCommand] = CommandQueue(256)
+        self.outputs: OutputQueue[LinkMessage] = OutputQueue(output_limit)
+        self.observations: Handover[Observation] = Handover(100_000)
+        self.board: StatusBoard = first_board(description(pages), time.monotonic())
+        self.engine = Engine(
+            self.scheduler,
+            self.runner,
+            settings,
+            commands=self.commands,
+            outputs=self.outputs,
+            observations=self.observations,
+            board=self.board,
+            on_state=lambda: None,
+        )
+        self.status: int | None = None
+        self.got: dict[int, Got] = {}
+        self.answers: dict[int, AddAnswer] = {}
+        self.others: list[LinkMessage] = []
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        self.status = self.engine.run()
+
+    def add(self, sequence_id: int, prompt: list[int], max_tokens: int = 8, samples: int = 1) -> None:
+        spec = RequestSpec(
+            SequenceId(sequence_id),
+            array("I", prompt),
+            SamplingParams(max_tokens=max_tokens, stop_at_eos=False),
+            sample_count=samples,
+            source="s",
+        )
+        self.commands.put(AddRequest(spec))
+
+    def read(self) -> None:
+        for message in self.outputs.take(1000):
+            if isinstance(message, AddAnswer):
+                assert message.sequence_id not in self.answers, "exactly one answer"
+                self.answers[message.sequence_id] = message
+            elif isinstance(message, StepOutputs):
+                for columns in message.by_source.values():
+                    for sequence_id, token in zip(columns.sequence_ids, columns.token_ids, strict=True):
+                        got = self.got.setdefault(sequence_id, Got())
+                        assert not got.ends, f"{sequence_id} goes on after its end"
+                        if token != NO_TOKEN:
+                            got.tokens.append(token)
+                    for end in columns.ends:
+                        self.got.setdefault(end.sequence_id, Got()).ends.append(end)
+            else:
+                self.others.append(message)
+
+    def wait(self, is_done: Callable[[], bool], limit: float = 20.0) -> None:
+        end = time.monotonic() + limit
+        while not is_done():
+            assert time.monotonic() < end, "not so in time"
+            self.outputs.wakeup.clear()
+            self.read()
+            threading.Event().wait(0.001)
+
+    def finish(self, *sequence_ids: int) -> dict[int, FinishCode]:
+        """Waits for the ends; each sequence has exactly one."""
+        self.wait(lambda: all(self.got.get(number, Got()).ends for number in sequence_ids))
+        for number in sequence_ids:
+            assert len(self.got[number].ends) == 1
+        return {number: self.got[number].ends[0].code for number in sequence_ids}
+
+    def end(self) -> int:
+        self.engine.stop()
+        self.thread.join(20.0)
+        self.read()
+        assert self.status is not None
+        return self.status
+
+
+def description(pages: int) -> WorkerDescription:
+    pool = PoolDescription(pages, 4, 8, CONTEXT, "lru")
+    return WorkerDescription(
+        "w", 1, ModelDescription("m", MODEL.vocab_size, CONTEXT), pool, 8, CONTEXT, 1, (), "", b""
+    )
+
+
+@contextmanager
+def bench(
+    settings: EngineSettings | None = None,
+    fault: Fault = lambda stage, step: None,
+    *,
+    output_limit: int = 10_000,
+    pages: int = 64,
+) -> Iterator[Bench]:
+    made = Bench(settings or EngineSettings(), fault, output_limit=output_limit, pages=pages)
+    made.thread.start()
+    try:
+        yield made
+        made.end()
+    finally:
+        made.engine.stop()
+        made.engine.stop()
+        made.thread.join(20.0)
+        made.outputs.close()
+    assert not made.thread.is_alive()
+    assert not made.scheduler.check()
+
+
+def prompt_of(number: int) -> list[int]:
+    return [(number * 31 + at) % MODEL.vocab_size for at in range(9 + number)]
+
+
+def alone(number: int, max_tokens: int = 8) -> list[int]:
+    params = SamplingParams(max_tokens=max_tokens, stop_at_eos=False)
+    return answer_alone(MODEL, prompt_of(number), params, 0, frozenset(), CONTEXT)
+
+
+def slow(stage: str, step: Step) -> BaseException | None:
+    """Steps take a few milliseconds, so that a test can act while requests run."""
+    threading.Event().wait(0.003)
+    return None
+
+
+def breaks_with(sequence_id: int, stage: str, is_prompt: bool) -> Fault:
+    """Raises whenever the sequence is in a step, at one stage, while it prefills or decodes."""
+
+    def fault(at: str, step: Step) -> BaseException | None:
+        if at != stage or sequence_id not in list(step.sequence_ids):
+            return None
+        span = list(step.sequence_ids).index(sequence_id)
+        return ValueError("this one") if (step.starts[span] == 0) == is_prompt else None
+
+    return fault
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("is_prompt", [True, False])
+@pytest.mark.parametrize("stage", ["prepare", "sample"])
+def test_one_broken_request_ends_alone(stage: str, is_prompt: bool, overlap: bool) -> None:
+    """B102: at each stage only that request fails, pages come back, the loop goes on."""
+    with bench(EngineSettings(overlap=overlap), breaks_with(3, stage, is_prompt)) as b:
+        for number in range(1, 6):
+            b.add(number, prompt_of(number))
+        codes = b.finish(1, 2, 3, 4, 5)
+        b.add(6, prompt_of(6))
+        codes |= b.finish(6)
+        b.wait(lambda: b.scheduler.num_live == 0)
+    assert codes.pop(3) is FinishCode.FAILED
+    assert set(codes.values()) == {FinishCode.MAX_TOKENS}
+    assert b.got[3].ends[0].failure is FailureReason.INTERNAL
+    for number in codes:
+        assert b.got[number].tokens == alone(number), number
+    assert b.scheduler.cache.pool.num_active == 0
+    assert b.status == EXIT_OK
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_fails_once_for_no_one_in_particular_costs_nobody(overlap: bool) -> None:
+    failures = [RuntimeError("hiccup")]
+
+    def fault(stage: str, step: Step) -> BaseException | None:
+        return failures.pop() if failures and stage == "sample" and step.number == 4 else None
+
+    with bench(EngineSettings(overlap=overlap), fault) as b:
+        for number in range(1, 5):
+            b.add(number, prompt_of(number))
+        codes = b.finish(1, 2, 3, 4)
+    assert not failures
+    assert set(codes.values()) == {FinishCode.MAX_TOKENS}
+    for number in codes:
+        assert b.got[number].tokens == alone(number)
+
+
+def test_samples_that_share_pages_survive_a_step_run_again() -> None:
+    failures = [RuntimeError("hiccup")]
+
+    def fault(stage: str, step: Step) -> BaseException | None:
+        return failures.pop() if failures and stage == "sample" and step.page_copies else None
+
+    with bench(fault=fault) as b:
+        b.add(10, prompt_of(5), samples=3)
+        codes = b.finish(10, 11, 12)
+    assert not failures, "no step copied a page"
+    assert set(codes.values()) == {FinishCode.MAX_TOKENS}
+    for number in codes:
+        assert b.got[number].tokens == alone(5)
+
+
+def test_a_full_device_ends_everything_with_its_reason() -> None:
+    def fault(stage: str, step: Step) -> BaseException | None:
+        return OutOfMemoryError("no memory") if stage == "sample" and step.number == 5 else None
+
+    with bench(fault=fault) as b:
+        for number in range(1, 4):
+            b.add(number, prompt_of(number), max_tokens=50)
+        codes = b.finish(1, 2, 3)
+        b.thread.join(20.0)
+        assert b.status == EXIT_OUT_OF_MEMORY
+    assert set(codes.values()) == {FinishCode.FAILED}
+    assert {b.got[number].ends[0].failure for number in codes} == {FailureReason.DEVICE_OUT_OF_MEMORY}
+
+
+def test_a_bug_of_the_control_plane_ends_all_with_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with bench(fault=slow) as b:
+        b.add(1, prompt_of(1), max_tokens=100)
+        b.wait(lambda: 1 in b.got)
+
+        def broken(now: float) -> None:
+            raise AssertionError("our bug")
+
+        monkeypatch.setattr(b.scheduler, "schedule", broken)
+        codes = b.finish(1)
+        b.thread.join(20.0)
+        assert b.status == EXIT_BUG
+    assert codes == {1: FinishCode.FAILED}
+
+
+def test_a_request_that_breaks_add_is_refused_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B102: the stage before the first step."""
+    with bench() as b:
+        whole = b.scheduler.add
+
+        def add(spec: RequestSpec, now: float) -> object:
+            if spec.sequence_id == 2:
+                raise ValueError("this one")
+            return whole(spec, now)
+
+        monkeypatch.setattr(b.scheduler, "add", add)
+        for number in (1, 2, 3):
+            b.add(number, prompt_of(number))
+        b.wait(lambda: 2 in b.answers)
+        codes = b.finish(1, 3)
+    assert b.answers[2].outcome.status is AddStatus.INVALID
+    assert set(codes.values()) == {FinishCode.MAX_TOKENS}
+
+
+def test_an_id_in_use_is_refused_and_the_first_goes_on() -> None:
+    with bench(fault=slow) as b:
+        b.add(1, prompt_of(1), max_tokens=60)
+        b.wait(lambda: 1 in b.answers)
+        first = b.answers.pop(1)
+        b.add(1, prompt_of(2))
+        b.wait(lambda: 1 in b.answers)
+        assert b.answers[1].outcome.status is AddStatus.INVALID
+        assert first.outcome.status is AddStatus.ACCEPTED
+        assert b.finish(1) == {1: FinishCode.MAX_TOKENS}
+
+
+def test_abort_and_a_lost_service_give_pages_back() -> None:
+    with bench(fault=slow) as b:
+        b.add(1, prompt_of(1), max_tokens=100)
+        b.add(2, prompt_of(2), max_tokens=100)
+        b.wait(lambda: 1 in b.got and 2 in b.got)
+        b.commands.put(Abort([SequenceId(1), SequenceId(99)], AbortReason.CLIENT))
+        assert b.finish(1) == {1: FinishCode.ABORTED}
+        b.commands.put(DropSource("s"))
+        b.wait(lambda: b.scheduler.num_live == 0)
+        b.wait(lambda: b.scheduler.cache.pool.num_active == 0)
+    assert not b.got[2].ends, "nobody is there to be told"
+
+
+def test_drain_lets_running_requests_finish_and_refuses_new_ones() -> None:
+    with bench(fault=slow) as b:
+        b.add(1, prompt_of(1), max_tokens=60)
+        b.wait(lambda: 1 in b.got)
+        b.engine.stop()
+        b.wait(lambda: b.board.state is WorkerState.DRAINING)
+        b.add(2, prompt_of(2))
+        assert b.finish(1) == {1: FinishCode.MAX_TOKENS}
+        b.thread.join(20.0)
+        b.read()
+        assert b.status == EXIT_OK
+    assert b.answers[2].outcome.status is AddStatus.DRAINING
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_after_the_grace_the_rest_is_handed_over(overlap: bool) -> None:
+    with bench(EngineSettings(overlap=overlap, drain_grace=0.05), slow) as b:
+        for number in range(1, 12):  # more than rows: some wait
+            b.add(number, prompt_of(number), max_tokens=100)
+        b.wait(lambda: len(b.answers) == 11)
+        assert b.end() == EXIT_OK
+        codes = b.finish(*range(1, 12))
+    assert set(codes.values()) == {FinishCode.DRAINED}
+
+
+def test_a_second_signal_does_not_wait_for_the_grace() -> None:
+    with bench(EngineSettings(drain_grace=3600.0), slow) as b:
+        b.add(1, prompt_of(1), max_tokens=100)
+        b.wait(lambda: 1 in b.got)
+        b.engine.stop()
+        b.engine.stop()
+        assert b.finish(1) == {1: FinishCode.DRAINED}
+
+
+def test_a_full_output_queue_holds_the_engine_back_and_loses_nothing() -> None:
+    with bench(output_limit=4) as b:
+        for number in range(1, 5):
+            b.add(number, prompt_of(number), max_tokens=30)
+        end = time.monotonic() + 20.0
+        while not b.outputs.is_full:
+            assert time.monotonic() < end
+            threading.Event().wait(0.001)
+        stopped_at = b.scheduler.step_number
+        threading.Event().wait(0.15)  # nobody reads: the engine must stand still, and live
+        assert b.scheduler.step_number <= stopped_at + 2
+        codes = b.finish(1, 2, 3, 4)
+    assert set(codes.values()) == {FinishCode.MAX_TOKENS}
+    for number in codes:
+        assert b.got[number].tokens == alone(number, 30)
+
+
+def test_an_idle_engine_sleeps() -> None:
+    with bench() as b:
+        b.add(1, prompt_of(1))
+        b.finish(1)
+        b.wait(lambda: len(b.commands.drain()) == 0)
+        began = time.thread_time()
+        threading.Event().wait(0.3)
+        before = time.process_time()
+        threading.Event().wait(0.5)
+        assert time.process_time() - before < 0.1, "it spins"
+        assert time.thread_time() - began < 0.1
+
+
+def test_idle_time_is_counted_and_numbers_reach_the_observer_without_a_step() -> None:
+    with bench() as b:
+        b.add(1, prompt_of(1), max_tokens=3)
+        b.finish(1)
+        b.wait(lambda: any(seen.counts.output_tokens_total == 3 for seen in b.observations.take_all()))
+        idle: list[float] = []
+        b.wait(lambda: idle.extend(s.idle_seconds for s in b.observations.take_all()) or len(idle) >= 2)
+        assert idle[-1] > idle[0]
+
+
+def test_what_ends_by_the_clock_ends_on_an_idle_engine() -> None:
+    with bench() as b:
+        b.commands.put(Pin(Ticket("s", 1), "p", array("I", prompt_of(3)), b"", 0.05))
+        b.wait(lambda: bool(b.others))
+        pinned = b.others.pop()
+        assert isinstance(pinned, PinAnswer)
+        assert (pinned.pins[0].pinned_tokens, pinned.pins[0].computed_tokens) == (12, 12)
+        b.wait(lambda: not b.scheduler.list_pins(), limit=5.0)
+        b.commands.put(ListPins(Ticket("s", 2)))
+        b.wait(lambda: bool(b.others))
+        assert b.others.pop() == PinAnswer(Ticket("s", 2), (), is_list=True)
+
+
+def test_a_pin_too_large_is_refused_with_its_numbers() -> None:
+    with bench(pages=16) as b:
+        b.commands.put(Pin(Ticket("s", 1), "p", array("I", range(80)), b"", 0.0))
+        b.wait(lambda: bool(b.others))
+        failure = b.others.pop()
+    assert "20 pages needed" in failure.message  # type: ignore[union-attr]
+
+
+def test_a_worker_that_was_idle_for_long_is_not_taken_for_stuck() -> None:
+    with bench(fault=slow) as b:
+        old = b.board.step.ended
+        threading.Event().wait(0.2)
+        b.add(1, prompt_of(1), max_tokens=5)
+        b.wait(lambda: b.board.step.ended > old + 0.2)
+        b.finish(1)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_device_rows_that_differ_from_the_books_are_reported(debug: bool) -> None:
+    """The audit compares device rows with the host's, under load; debug mode ends the worker."""
+    with bench(EngineSettings(audit_interval=0.01, debug=debug), slow) as b:
+        b.add(1, prompt_of(1), max_tokens=100)
+        b.wait(lambda: 1 in b.got)
+        b.runner.lies = True
+        if debug:
+            b.thread.join(20.0)
+            assert b.status == EXIT_BUG
+            assert b.finish(1) == {1: FinishCode.FAILED}
+        else:
+            audits: list[AuditRound] = []
+            b.wait(
+                lambda: (
+                    audits.extend(s.audit for s in b.observations.take_all() if s.audit is not None)
+                    or any(audit.findings for audit in audits)
+                )
+            )
+            finding = next(audit.findings[0] for audit in audits if audit.findings)
+            assert finding.check == "device_table"
+            assert "by the books" in finding.text
