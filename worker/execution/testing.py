@@ -7,10 +7,11 @@ through it already proves that nothing is leaked, aliased or freed early.
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from worker.execution.fake_runner import FakeHandle, FakeModel, FakeRunner
+from worker.ids import SequenceId
 from worker.pages.events import EventColumns, PageEventKind, PageFlag, PageState
 from worker.pages.page_cache import CacheConfig
 from worker.scheduling.output import NO_TOKEN, FinishCode, OutputColumns, SequenceEnd, SequenceStart
@@ -108,7 +109,7 @@ class Harness:
         *,
         overlap: bool = False,
         audit: bool = True,
-        runner: FakeRunner | None = None,
+        fail: Callable[[SequenceId, int], str | None] | None = None,
     ) -> None:
         self.scheduler = Scheduler(config)
         self.overlap = overlap
@@ -116,7 +117,7 @@ class Harness:
         pool = self.scheduler.cache.pool
         size = config.page_size
         longest = min(config.max_context_tokens, config.cache.num_pages * size)
-        self.runner = runner or FakeRunner(
+        self.runner = FakeRunner(
             num_pages=config.cache.num_pages,
             page_size=size,
             max_running=config.max_running,
@@ -124,6 +125,7 @@ class Harness:
             model=model,
             lazy=overlap,
             is_held=lambda page: pool.references(page) > 0,
+            fail=fail,
         )
         self.answers: dict[int, Answer] = {}
         self.steps: list[Step] = []  # the last 64

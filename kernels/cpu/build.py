@@ -1,0 +1,112 @@
+"""Builds the C++ of this folder for this very processor, once, and keeps it in a cache folder.
+
+Owns the compiler's command line and the names of cached libraries. Knows nothing of what the code does.
+"""
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent
+COMPILERS = ("c++", "g++", "clang++")
+# psabi and uninitialized: GCC warns of its own headers. The code asks for fused multiply-adds only where the
+# processor has them, and a fused one is never less exact.
+FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=fast", "-Wno-psabi", "-w")
+NATIVE = "-march=native"
+_BUILD_SECONDS = 300
+
+
+def default_cache_folder() -> Path:
+    """Where libraries are kept: under the user's cache, or a private temporary folder without a home."""
+    try:
+        folder = Path.home() / ".cache" / "kvatlas" / "kernels"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):
+        pass
+    return Path(tempfile.mkdtemp(prefix="kvatlas-kernels-"))
+
+
+def build(cache_folder: Path | None = None) -> Path | None:
+    """The shared library, built unless the cache has it; None, with a line in the log, where it cannot be."""
+    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        log.warning("cpu kernels not built reason=no_compiler tried=%s", ",".join(COMPILERS))
+        return None
+    folder = cache_folder or default_cache_folder()
+    library = folder / f"cpu-{_key(compiler)}.so"
+    if library.exists():
+        return library
+    began = time.monotonic()
+    for flags in ((*FLAGS, NATIVE), FLAGS):  # some compilers do not know the processor they run on
+        error = _compile(compiler, flags, library)
+        if error is None:
+            seconds = time.monotonic() - began
+            log.info("cpu kernels built seconds=%.1f compiler=%s path=%s", seconds, compiler, library)
+            return library
+    log.warning("cpu kernels not built reason=compiler_failed compiler=%s error=%s", compiler, error)
+    return None
+
+
+def _key(compiler: str) -> str:
+    """Changes with the sources, the flags, the compiler and the processor."""
+    digest = hashlib.sha256()
+    for part in (*FLAGS, NATIVE, _version(compiler), _processor()):
+        digest.update(part.encode() + b"\0")
+    for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def _version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+
+
+def _processor() -> str:
+    """What `-march=native` looks at: the model and its instruction sets."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("model name", "flags", "Features", "CPU part")
+    lines = [line for line in info.read_text().splitlines() if line.startswith(wanted)]
+    return "\n".join(sorted(set(lines)))
+
+
+def _compile(compiler: str, flags: Sequence[str], library: Path) -> str | None:
+    """Objects side by side, then one library, renamed into place when whole; None, or what went wrong."""
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as scratch:
+        sources = sorted(SOURCES.glob("*.cpp"))
+        objects = [str(Path(scratch, source.stem + ".o")) for source in sources]
+        commands = [
+            [compiler, *flags, "-c", str(source), "-o", to]
+            for source, to in zip(sources, objects, strict=True)
+        ]
+        built = str(Path(scratch, "library.so"))
+        error = _run_all(commands) or _run_all([[compiler, "-shared", *objects, "-o", built, "-lpthread"]])
+        if error is None:
+            os.replace(built, library)  # two processes may build at once: the last one wins, both are whole
+        return error
+
+
+def _run_all(commands: Sequence[Sequence[str]]) -> str | None:
+    running = [subprocess.Popen(c, stderr=subprocess.PIPE, text=True) for c in commands]
+    error = None
+    for process in running:
+        try:
+            _, stderr = process.communicate(timeout=_BUILD_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            _, stderr = process.communicate()
+        if process.returncode != 0:
+            error = " ".join(stderr.split())[:400] or f"exit status {process.returncode}"
+    return error

@@ -1,0 +1,261 @@
+"""The functions of the shared library, on tensors.
+
+Owns the binding: pointers, strides, threads. Tensors are fp32 on the CPU; what a function needs of them is
+in its docstring, and its callers have checked it.
+"""
+
+import ctypes
+import logging
+from ctypes import c_float, c_int, c_int64, c_void_p
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.batch import KvLayer, PagedBatch
+from kernels.cpu.build import build
+
+log = logging.getLogger(__name__)
+
+_Argument = type[c_int] | type[c_int64] | type[c_float] | type[c_void_p]
+_SIGNATURES: dict[str, tuple[_Argument | None, list[_Argument]]] = {
+    "kv_set_threads": (None, [c_int]),
+    "kv_multiplies_integers": (c_int, []),
+    "kv_packed_bytes": (c_int64, [c_int, c_int64, c_int64]),
+    "kv_pack_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p]),
+    "kv_product": (
+        c_int,
+        [c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_int64],
+    ),
+    "kv_store": (
+        c_int,
+        [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64],
+    ),
+    "kv_attention": (
+        c_int,
+        [
+            *(c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64),
+            *(c_void_p, c_void_p, c_void_p, c_void_p),
+            *(c_int, c_int, c_int, c_int, c_float),
+        ],
+    ),
+    "kv_rms_norm": (
+        None,
+        [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_float],
+    ),
+    "kv_add_rms_norm": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float]),
+    "kv_rotary": (None, [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64]),
+    "kv_silu_mul": (None, [c_void_p, c_int64, c_void_p, c_int64, c_int64]),
+    "kv_embed_q8": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64]),
+    "kv_best": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
+}
+
+
+class Format(IntEnum):
+    """How a packed matrix keeps its weights; numbers are those of rows.h."""
+
+    F32 = 0
+    F16 = 1
+    BF16 = 2
+    Q8_0 = 3
+    Q4_1 = 4
+
+
+class CpuLibrary:
+    """A loaded library. One call at a time uses the threads; others wait."""
+
+    def __init__(self, path: Path) -> None:
+        self._calls = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            call = getattr(self._calls, name)
+            call.restype = result
+            call.argtypes = arguments
+        self._num_threads = 1
+
+    def use_torch_threads(self) -> None:
+        """Works on as many threads as torch does. Cheap when that has not changed."""
+        num_threads = torch.get_num_threads()
+        if num_threads != self._num_threads:
+            self._calls.kv_set_threads(num_threads)
+            self._num_threads = num_threads
+
+    @property
+    def multiplies_integers(self) -> bool:
+        """Whether quantised products run in whole numbers (AVX-512 VNNI)."""
+        return bool(self._calls.kv_multiplies_integers())
+
+    def pack(self, form: Format, rows: npt.NDArray[np.uint8], num_features: int) -> npt.NDArray[np.uint8]:
+        """A matrix in the order its product reads; rows are stored bytes, [num_outputs, bytes per row]."""
+        num_outputs, row_bytes = rows.shape
+        size = self._calls.kv_packed_bytes(form, num_outputs, num_features)
+        assert size >= 0, f"{form.name} cannot hold rows of {num_features} features"
+        packed = _aligned_zeros(size)
+        rows = np.ascontiguousarray(rows)
+        code = self._calls.kv_pack_rows(
+            form, rows.ctypes.data, row_bytes, num_outputs, num_features, 0, packed.ctypes.data
+        )
+        assert code == 0, f"packing {form.name} failed with {code}"
+        return packed
+
+    def product(
+        self, form: Format, packed: npt.NDArray[np.uint8], bias: Tensor | None, x: Tensor, y: Tensor
+    ) -> None:
+        """y = x W^T + bias. x [m, features] and y [m, outputs] with contiguous rows."""
+        code = self._calls.kv_product(
+            form,
+            packed.ctypes.data,
+            None if bias is None else bias.data_ptr(),
+            x.data_ptr(),
+            x.stride(0),
+            y.data_ptr(),
+            y.stride(0),
+            x.shape[0],
+            y.shape[1],
+            x.shape[1],
+        )
+        assert code == 0, f"product in {form.name} failed with {code}"
+
+    def store(self, k: Tensor, v: Tensor, kv: KvLayer, write_slots: Tensor) -> None:
+        """Copies rows to slots. k, v [n, kv_heads, head_dim], contiguous per token; write_slots int32."""
+        num_slots, num_heads, head_dim = kv.k.shape
+        code = self._calls.kv_store(
+            k.data_ptr(),
+            k.stride(0),
+            v.data_ptr(),
+            v.stride(0),
+            kv.k.data_ptr(),
+            kv.v.data_ptr(),
+            num_heads * head_dim,
+            num_slots,
+            write_slots.data_ptr(),
+            k.shape[0],
+        )
+        assert code == 0, f"a slot of {write_slots.tolist()} lies outside the pool of {num_slots} slots"
+
+    def attention(self, q: Tensor, kv: KvLayer, batch: PagedBatch, scale: float) -> Tensor:
+        """Attention of a step's spans. q [n, heads, head_dim], contiguous per token; result contiguous."""
+        num_tokens, num_heads, head_dim = q.shape
+        out = torch.empty(num_tokens, num_heads, head_dim)
+        code = self._calls.kv_attention(
+            q.data_ptr(),
+            q.stride(0),
+            kv.k.data_ptr(),
+            kv.v.data_ptr(),
+            out.data_ptr(),
+            num_heads * head_dim,
+            batch.page_table.data_ptr(),
+            batch.page_table.stride(0),
+            batch.rows.data_ptr(),
+            batch.kv_lens.data_ptr(),
+            batch.q_indptr.data_ptr(),
+            batch.positions.data_ptr(),
+            batch.rows.shape[0],
+            num_heads,
+            kv.k.shape[1],
+            head_dim,
+            scale,
+        )
+        assert code == 0, f"attention of {num_heads} heads of {head_dim} over {kv.k.shape[1]} KV heads"
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Over the last axis of x [n, width] or [n, heads, width], rows contiguous; result contiguous."""
+        out = torch.empty(x.shape)
+        num_inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+        self._calls.kv_rms_norm(
+            x.data_ptr(),
+            x.stride(0),
+            inner_stride,
+            weight.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+            num_inner,
+            x.shape[-1],
+            eps,
+        )
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Adds x to residual in place and norms the sum. Both [n, width], contiguous."""
+        out = torch.empty(x.shape)
+        self._calls.kv_add_rms_norm(
+            x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+            x.shape[1],
+            eps,
+        )
+        return out
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Turns x [n, heads, head_dim], contiguous per token; cos, sin [n, head_dim / 2] contiguous."""
+        num_tokens, num_heads, head_dim = x.shape
+        out = torch.empty(num_tokens, num_heads, head_dim)
+        self._calls.kv_rotary(
+            x.data_ptr(),
+            x.stride(0),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            out.data_ptr(),
+            num_tokens,
+            num_heads,
+            head_dim // 2,
+        )
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up [n, 2 * width], rows contiguous; result [n, width]."""
+        num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty(num_rows, width)
+        self._calls.kv_silu_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), num_rows, width)
+        return out
+
+    def embed_q8(self, table: npt.NDArray[np.uint8], width: int, ids: Tensor) -> Tensor:
+        """Rows of a Q8_0 matrix [rows, bytes per row]; ids int32 [n]."""
+        out = torch.empty(ids.shape[0], width)
+        code = self._calls.kv_embed_q8(
+            table.ctypes.data, table.shape[0], width, ids.data_ptr(), out.data_ptr(), ids.shape[0]
+        )
+        assert code == 0, f"a token id of {ids.tolist()} is outside the vocabulary of {table.shape[0]}"
+        return out
+
+    def best(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Highest of each row of x [n, width], NaN where a row holds NaN, and its lowest index."""
+        values, indexes = torch.empty(x.shape[0]), torch.empty(x.shape[0], dtype=torch.int64)
+        self._calls.kv_best(
+            x.data_ptr(), x.stride(0), x.shape[0], x.shape[1], values.data_ptr(), indexes.data_ptr()
+        )
+        return values, indexes
+
+
+@cache
+def cpu_library(cache_folder: Path | None = None) -> CpuLibrary | None:
+    """The library of this process; None where there is no compiler, or its result does not load."""
+    path = build(cache_folder)
+    if path is None:
+        return None
+    try:
+        library = CpuLibrary(path)
+    except (OSError, AttributeError) as error:
+        log.warning("cpu kernels not loaded path=%s error=%s", path, error)
+        return None
+    library.use_torch_threads()
+    log.info(
+        "cpu kernels loaded path=%s threads=%d integer_products=%s",
+        path,
+        torch.get_num_threads(),
+        library.multiplies_integers,
+    )
+    return library
+
+
+def _aligned_zeros(size: int) -> npt.NDArray[np.uint8]:
+    raw = np.zeros(size + 64, dtype=np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size]
