@@ -111,8 +111,8 @@ class SequenceRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class EndedWaiting:
-    """A sequence that ended without an owner number by which it could be named."""
+class EndedSequence:
+    """A sequence that ended, by name: readers may not have heard of its last owner number."""
 
     request_id: str
     choice_index: int
@@ -140,8 +140,9 @@ class MapDelta:
     sequences: Sequence[SequenceChange] = ()
     progress_owners: Plane = field(default_factory=lambda: NO_OWNERS)
     progress_tokens: Pages = field(default_factory=lambda: NO_PAGES)
+    # Ends come before `sequences`: names and owner numbers may have been given again.
     ended_owners: Sequence[int] = ()
-    ended_waiting: Sequence[EndedWaiting] = ()
+    ended: Sequence[EndedSequence] = ()  # at least those that have no owner number
 
 
 @dataclass(frozen=True, slots=True)

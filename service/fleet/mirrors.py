@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from kvatlas.worker.v1 import worker_pb2
 from service.fleet import page_codec
 from service.fleet.event_ring import EventRing
-from service.fleet.feed import EventColumns, OutOfStep
+from service.fleet.feed import EventColumns, OutOfStep, SequenceKey
 from service.fleet.link import CommandFailed, WorkerLink, WorkerUnavailable
 from service.fleet.page_mirror import PageMirror, Standing
 from service.request import LostReason
@@ -62,6 +62,7 @@ class KeptMirror:
         self._early: deque[EventColumns] = deque(maxlen=256)  # came before the replay was complete
         self._events_used = 0.0
         self._has_events = False
+        self._held_idle: set[SequenceKey] = set()  # sequences held when the worker last said it has none
 
     @property
     def age_seconds(self) -> float:
@@ -117,8 +118,19 @@ class KeptMirror:
             and self.age_seconds > SILENCE_SECONDS
         ):
             self._missed(OutOfStep(f"the feed was silent for {self.age_seconds:.1f} s"))
+        self._check_idle()
         if self._has_events and not self.event_watchers and now - self._events_used > EVENTS_KEPT_SECONDS:
             self._drop_events()
+
+    def _check_idle(self) -> None:
+        """A worker that says twice that it has no sequence, while one is held all the time, ended it unheard."""
+        beat = self.link.beat
+        is_idle = beat is not None and not beat.running_sequences and not beat.waiting_requests
+        held = set(self.mirror.sequences.records) if is_idle else set()
+        if held & self._held_idle:
+            self._missed(OutOfStep(f"{len(held)} sequences are held, the worker has none"))
+            held = set()
+        self._held_idle = held
 
     # -- events --------------------------------------------------------------------------------------
 

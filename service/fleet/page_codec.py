@@ -13,7 +13,7 @@ from kvatlas.v1 import cache_pb2
 from kvatlas.worker.v1 import worker_pb2
 from service.fleet.feed import (
     PLANES,
-    EndedWaiting,
+    EndedSequence,
     EventColumns,
     MapDelta,
     Plane,
@@ -61,7 +61,7 @@ def decode_delta(payload: bytes) -> MapDelta:
         progress_owners=owners,
         progress_tokens=tokens,
         ended_owners=np.frombuffer(delta.ended_owners, "<u2").tolist(),
-        ended_waiting=ended,
+        ended=ended,
     )
 
 
@@ -144,13 +144,13 @@ def to_ns(time: Timestamp) -> int:
 
 def _split(
     infos: Iterable[cache_pb2.SequenceInfo],
-) -> tuple[list[SequenceChange], list[EndedWaiting]]:
+) -> tuple[list[SequenceChange], list[EndedSequence]]:
     """Changed sequences, and those that ended while they waited: they come without a state."""
     changed: list[SequenceChange] = []
-    ended: list[EndedWaiting] = []
+    ended: list[EndedSequence] = []
     for info in infos:
         if info.state == cache_pb2.SEQUENCE_STATE_UNSPECIFIED:
-            ended.append(EndedWaiting(info.request_id, info.choice_index))
+            ended.append(EndedSequence(info.request_id, info.choice_index))
         else:
             changed.append(decode_sequence(info))
     return changed, ended

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from service.fleet.feed import (
     MAX_OWNER,
-    EndedWaiting,
+    EndedSequence,
     Pages,
     Plane,
     PoolTotals,
@@ -41,7 +41,7 @@ class MapChange:
     progress_owners: Plane
     progress_tokens: Pages
     ended_owners: Plane  # before `sequences`: a number may have been given again
-    ended_waiting: Sequence[EndedWaiting]
+    ended: Sequence[EndedSequence]
 
     @property
     def is_empty(self) -> bool:
@@ -51,7 +51,7 @@ class MapChange:
             or self.sequences
             or len(self.progress_owners)
             or len(self.ended_owners)
-            or self.ended_waiting
+            or self.ended
         )
 
 
@@ -67,7 +67,7 @@ class PageWatch(MirrorReader):
         self._progressed: npt.NDArray[np.bool_] = np.zeros(MAX_OWNER + 1, np.bool_)  # by owner
         self._first_changed: dict[SequenceKey, int] = {}
         self._ended_owners: set[int] = set()
-        self._ended_waiting: list[EndedWaiting] = []
+        self._ended: list[EndedSequence] = []
         self.needs_snapshot = True
         self.saw_new_epoch = False
         self.is_lagging = False  # the snapshot is needed because the watcher was too slow
@@ -139,10 +139,10 @@ class PageWatch(MirrorReader):
             progress_owners=owners,
             progress_tokens=mirror.sequences.token_counts[owners],
             ended_owners=np.array(sorted(self._ended_owners), dtype=np.uint16),
-            ended_waiting=self._ended_waiting,
+            ended=self._ended,
         )
         self._number = mirror.revision.number
-        self._ended_owners, self._ended_waiting = set(), []
+        self._ended_owners, self._ended = set(), []
         return change
 
     def skip(self) -> None:
@@ -164,7 +164,7 @@ class PageWatch(MirrorReader):
         self._dirty[page_ids] = True
         self._ended_owners.update(news.left_owners)
         self._progressed[news.left_owners] = False
-        self._ended_waiting.extend(news.ended_waiting)
+        self._ended.extend(news.ended)
         for key, first in news.first_changed.items():
             self._first_changed[key] = min(first, self._first_changed.get(key, first))
         self._progressed[news.progress_owners] = True
@@ -175,7 +175,7 @@ class PageWatch(MirrorReader):
         if len(self._first_changed) > MAX_NAMES:
             live = self._mirror.sequences.records
             self._first_changed = {key: first for key, first in self._first_changed.items() if key in live}
-        if len(self._ended_waiting) > MAX_NAMES or len(self._first_changed) > MAX_NAMES:
+        if len(self._ended) > MAX_NAMES or len(self._first_changed) > MAX_NAMES:
             self.needs_snapshot = self.is_lagging = True
             self._reset()
 
@@ -184,4 +184,4 @@ class PageWatch(MirrorReader):
         self._dirty = np.zeros(self._mirror.page_count, np.bool_)
         self._progressed[:] = False
         self._first_changed = {}
-        self._ended_owners, self._ended_waiting = set(), []
+        self._ended_owners, self._ended = set(), []

@@ -13,7 +13,7 @@ from service.fleet.feed import (
     MAX_OWNER,
     NO_OWNERS,
     NO_PAGES,
-    EndedWaiting,
+    EndedSequence,
     MapDelta,
     OutOfStep,
     Pages,
@@ -32,7 +32,7 @@ class SequenceNews:
     """What a delta meant for sequences, for those who follow. Ends come before changes."""
 
     left_owners: list[int] = field(default_factory=list)  # nobody's now, or somebody else's than before
-    ended_waiting: list[EndedWaiting] = field(default_factory=list)
+    ended: list[EndedSequence] = field(default_factory=list)
     first_changed: dict[SequenceKey, int] = field(default_factory=dict)  # first page index that is new
     progress_owners: Plane = field(default_factory=lambda: NO_OWNERS)
 
@@ -40,8 +40,8 @@ class SequenceNews:
 @dataclass(frozen=True, slots=True)
 class _End:
     number: int  # revision
-    owner: int  # 0: it waited
-    waiting: EndedWaiting | None = None
+    owner: int  # number that was left; 0: none
+    ended: EndedSequence | None  # None: the sequence goes on without the number
 
 
 class SequenceMirror:
@@ -81,10 +81,9 @@ class SequenceMirror:
         news = SequenceNews(progress_owners=delta.progress_owners)
         for owner in delta.ended_owners:
             if (key := self._keys.get(owner)) is not None:
-                self._leave(owner, number, news)
-                self._forget(key)
-        for ended in delta.ended_waiting:
-            self._end_waiting(ended, number, news)
+                self._end(key, number, news)
+        for ended in delta.ended:
+            self._end_named(ended, number, news)
         for change in delta.sequences:
             self._change(change, number, news)
         self.token_counts[delta.progress_owners] = delta.progress_tokens
@@ -97,7 +96,7 @@ class SequenceMirror:
         ends = [end for end in self._ends if end.number >= number]
         return SequenceNews(
             left_owners=[end.owner for end in ends if end.owner],
-            ended_waiting=[end.waiting for end in ends if end.waiting is not None],
+            ended=[end.ended for end in ends if end.ended is not None],
             first_changed={key: 0 for key, changed in self._changed_at.items() if changed >= number},
             progress_owners=np.fromiter(self._keys, np.uint16, len(self._keys)),
         )
@@ -107,10 +106,8 @@ class SequenceMirror:
         known = self.records.get(record.key)
         if first:
             record = replace(record, pages=_extended(known, first, record))
-        if known is not None and known.owner != record.owner:
-            first = 0
-            if known.owner:
-                self._leave(known.owner, number, news)
+        if known is not None and known.owner and known.owner != record.owner:
+            self._leave(known.owner, number, news)
         if record.owner:
             self._take_owner(record, number, news)
         self.records[record.key] = record
@@ -120,29 +117,31 @@ class SequenceMirror:
     def _take_owner(self, record: SequenceRecord, number: int, news: SequenceNews) -> None:
         before = self._keys.get(record.owner)
         if before is not None and before != record.key:
-            # Its end was in a delta that a snapshot overtook.
-            self._leave(record.owner, number, news)
-            self._forget(before)
+            self._end(before, number, news)  # its end was in a delta that a snapshot overtook
         self._keys[record.owner] = record.key
         self.token_counts[record.owner] = record.token_count
 
-    def _end_waiting(self, ended: EndedWaiting, number: int, news: SequenceNews) -> None:
+    def _end_named(self, ended: EndedSequence, number: int, news: SequenceNews) -> None:
         named = (ended.request_id, ended.choice_index)
-        found = [key for key, record in self.records.items() if key[:2] == named and not record.owner]
-        for key in found:
-            known = replace(ended, tenant=self.records[key].tenant)
-            self._forget(key)
-            news.ended_waiting.append(known)
-            self._remember(_End(number, 0, known))
+        found = [key for key in self.records if key[:2] == named]
+        # Of two services' requests with one id the one that waits is meant: others end by owner number.
+        for key in [each for each in found if not self.records[each].owner] or found:
+            self._end(key, number, news)
+
+    def _end(self, key: SequenceKey, number: int, news: SequenceNews) -> None:
+        record = self.records.pop(key)
+        del self._changed_at[key]
+        ended = EndedSequence(record.request_id, record.choice_index, record.tenant)
+        news.ended.append(ended)
+        if record.owner:
+            del self._keys[record.owner]
+            news.left_owners.append(record.owner)
+        self._remember(_End(number, record.owner, ended))
 
     def _leave(self, owner: int, number: int, news: SequenceNews) -> None:
         del self._keys[owner]
         news.left_owners.append(owner)
-        self._remember(_End(number, owner))
-
-    def _forget(self, key: SequenceKey) -> None:
-        del self.records[key]
-        del self._changed_at[key]
+        self._remember(_End(number, owner, None))
 
     def _remember(self, end: _End) -> None:
         if len(self._ends) == ENDS_REMEMBERED:

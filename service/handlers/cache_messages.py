@@ -113,7 +113,7 @@ def delta(change: MapChange, viewer: Viewer, *, with_sequences: bool, merged_eve
     )
     message.sequences.extend(  # without a state: that is how an end without an owner number is told
         pb.SequenceInfo(request_id=ended.request_id, choice_index=ended.choice_index)
-        for ended in change.ended_waiting
+        for ended in change.ended
         if viewer.is_admin or ended.tenant == viewer.tenant
     )
     message.ended_owners = change.ended_owners.tobytes()
