@@ -158,6 +158,10 @@ class Service:
         """Ends a drain's patience: what still runs is aborted."""
         self._hurry.set()
 
+    def hurry_threadsafe(self) -> None:
+        """The same from another thread."""
+        self._loop.call_soon_threadsafe(self._hurry.set)
+
     # Parts
 
     def _add_services(self, server: grpc.aio.Server) -> None:

@@ -1,0 +1,120 @@
+"""A reader that does not read costs the others nothing and the service little, and not for long."""
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from kvatlas.v1 import generation_pb2 as pb
+from kvatlas.v1 import generation_pb2_grpc
+from service.testing import Refusal, RunningService, WorkerScript, running_service
+
+# Windows do not grow by probing: what a client does not read fills them after some hundred messages.
+SMALL_WINDOWS = [("grpc.http2.bdp_probe", 0)]
+
+
+@pytest.fixture
+def running(tmp_path: Any) -> Iterator[RunningService]:
+    script = WorkerScript(step_ms=0, max_context=100_000)
+    with running_service(tmp_path, script=script, slow_reader_seconds=1.0) as service:
+        yield service
+
+
+def big_request(max_tokens: int = 900) -> pb.StreamGenerateRequest:
+    """Messages of some hundred bytes each."""
+    spec = pb.GenerationSpec(
+        text="abcdefgh", stop=pb.StopCriteria(max_tokens=max_tokens), output=pb.OutputOptions(logprobs=20)
+    )
+    return pb.StreamGenerateRequest(spec=spec)
+
+
+def test_a_reader_that_takes_nothing_loses_its_place_first_and_then_its_call(
+    running: RunningService, wait_until: Any
+) -> None:
+    with grpc.insecure_channel(running.address, SMALL_WINDOWS) as channel:
+        call = generation_pb2_grpc.GenerationServiceStub(channel).StreamGenerate(big_request(), timeout=60)
+        next(call)
+        wait_until(lambda: running.value("kvatlas_generated_tokens_total") > 100, "tokens on the way")
+        wait_until(lambda: running.is_idle, "the place to be given back")
+        assert running.value("kvatlas_stream_slow_readers_total") == 1
+        assert running.value("kvatlas_requests_total", outcome="failed") == 1
+        assert running.value("kvatlas_stream_send_blocked_seconds_total") >= 0.9
+        assert running.value("kvatlas_stream_queue_tokens") == 0
+        assert not call.done()  # a status cannot overtake what was not read
+        with pytest.raises(grpc.RpcError) as raised:
+            list(call)
+    refusal = Refusal.of(raised.value)
+    assert (refusal.code, refusal.reason) == ("RESOURCE_EXHAUSTED", "SLOW_READER")
+    assert 0 < int(refusal.metadata["tokens_sent"]) < 900
+
+
+def test_a_late_reader_gets_everything_in_larger_messages(running: RunningService, wait_until: Any) -> None:
+    with grpc.insecure_channel(running.address, SMALL_WINDOWS) as channel:
+        call = generation_pb2_grpc.GenerationServiceStub(channel).StreamGenerate(big_request(), timeout=60)
+        next(call)
+        wait_until(lambda: running.worker.adds and not running.worker.live_sequences, "the end on the worker")
+        assert running.value("kvatlas_stream_queue_tokens") > 100
+        messages = list(call)
+    deltas = [message.delta for message in messages if message.WhichOneof("event") == "delta"]
+    assert sum(delta.token_count for delta in deltas) == 900
+    assert len(deltas) < 800
+    assert max(delta.token_count for delta in deltas) > 50
+    assert messages[-1].WhichOneof("event") == "summary"
+    assert running.value("kvatlas_stream_merges_total") >= 900 - len(deltas)
+
+
+def test_readers_that_do_not_read_do_not_hold_up_those_that_do(tmp_path: Any, wait_until: Any) -> None:
+    """Four readers beside twenty that never read keep at least 70 % of the rate that they have alone."""
+    labels = {"fake.step_ms": "4"}
+    script = WorkerScript(step_ms=0, max_context=100_000)
+    with running_service(tmp_path, script=script) as running:
+
+        def read_four() -> float:
+            began = time.monotonic()
+            with grpc.insecure_channel(running.address) as channel:
+                stub = generation_pb2_grpc.GenerationServiceStub(channel)
+                request = pb.StreamGenerateRequest(
+                    spec=pb.GenerationSpec(text="abcd", stop=pb.StopCriteria(max_tokens=150), labels=labels)
+                )
+                calls = [stub.StreamGenerate(request, timeout=60) for _ in range(4)]
+                for call in calls:
+                    assert list(call)[-1].WhichOneof("event") == "summary"
+            return time.monotonic() - began
+
+        alone = min(read_four() for _ in range(2))
+        with grpc.insecure_channel(running.address, SMALL_WINDOWS) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            stuck = [stub.StreamGenerate(big_request(500), timeout=60) for _ in range(20)]
+            for call in stuck:
+                next(call)
+            wait_until(lambda: not running.worker.live_sequences, "their end on the worker", seconds=40)
+            assert running.value("kvatlas_stream_queue_tokens") > 20
+            assert min(read_four() for _ in range(2)) < alone / 0.7
+            assert len(running.service.backstage.live) == 20
+            for call in stuck:
+                call.cancel()
+        wait_until(lambda: running.is_idle, "idle service and worker")
+
+
+def test_a_client_that_leaves_while_its_status_is_held_up_ends_the_handler(
+    running: RunningService, wait_until: Any
+) -> None:
+    before = threading.active_count()
+    channel = grpc.insecure_channel(running.address, SMALL_WINDOWS)
+    call = generation_pb2_grpc.GenerationServiceStub(channel).StreamGenerate(big_request(), timeout=60)
+    next(call)
+    wait_until(lambda: running.value("kvatlas_stream_slow_readers_total") == 1, "the slow reader's end")
+    series = {
+        "grpc_type": "server_stream",
+        "grpc_service": "kvatlas.v1.GenerationService",
+        "grpc_method": "StreamGenerate",
+    }
+    assert running.value("grpc_server_handling_seconds_count", **series) == 0
+    channel.close()
+    wait_until(
+        lambda: running.value("grpc_server_handling_seconds_count", **series) == 1, "the handler's end"
+    )
+    wait_until(lambda: threading.active_count() <= before, "no thread left over")
