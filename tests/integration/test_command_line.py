@@ -142,13 +142,12 @@ class Terminal:
 
     def __init__(self, *arguments: str) -> None:
         self.text = ""
-        self.fd, slave = pty.openpty()
-        name = os.ttyname(slave)
+        self.fd, self._slave = pty.openpty()
+        name = os.ttyname(self._slave)
         # A leader of a session that opens a terminal gets it as its own: Ctrl-C then comes from there.
         shell = ["sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1', name, *COMMAND, *arguments]
         environment = {**ENVIRONMENT, "TERM": "xterm", "COLUMNS": "80"}
         self.process = subprocess.Popen(shell, env=environment, start_new_session=True)
-        os.close(slave)
 
     def read_until(self, pattern: str, seconds: float = 30.0) -> None:
         limit = time.monotonic() + seconds
@@ -166,6 +165,7 @@ class Terminal:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
+        os.close(self._slave)
         os.close(self.fd)
 
 

@@ -210,12 +210,17 @@ class Supervisor:
                 self._log(f"{event.name}: ending what runs" if num_signals == 1 else f"{event.name}: killing")
                 for other in self._children.values():
                     if other.process is not None:
-                        other.process.terminate() if num_signals == 1 else _kill(other.process)
+                        _hurry(other.process) if num_signals == 1 else _kill(other.process)
         if child.process is not None:
             self._log(f"{child.spec.name} did not end within {child.spec.end_seconds:g} s: killed")
             _kill(process)
             while child.process is not None and self._clock() < until + KILL_SECONDS:
                 self._next_event(0.1)
+
+
+def _hurry(process: "subprocess.Popen[bytes]") -> None:
+    """A second signal. Not SIGTERM again: two of a kind that come at once are delivered as one."""
+    process.send_signal(signal.SIGINT)
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
