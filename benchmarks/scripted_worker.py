@@ -24,12 +24,15 @@ from typing import Any
 
 import zmq
 
+from kvatlas.models.resolve import resolve_model
+from kvatlas.models.vocabulary import tokenizer_digest
 from kvatlas.v1 import server_pb2
 from kvatlas.worker.v1 import worker_pb2
 
 HEARTBEAT_SECONDS = 0.5
 FIRST_TOKEN, NUM_TOKENS = 1000, 4096  # ordinary words of the vocabulary, one after the other
 CONTEXT = 1 << 20
+ACK = struct.Struct("<Q")
 
 
 @dataclass(slots=True)
@@ -74,7 +77,7 @@ class ScriptedWorker:
         self._tokens = array("I", range(FIRST_TOKEN, FIRST_TOKEN + NUM_TOKENS))
 
     def serve(self) -> None:
-        """Until the driver sends an empty message."""
+        """Until the process is ended."""
         next_beat = 0.0
         while True:
             now = time.monotonic()
@@ -85,8 +88,8 @@ class ScriptedWorker:
             for socket, _ in self._poller.poll(self._wait_ms()):
                 if socket is self._router:
                     self._take(*self._router.recv_multipart())
-                elif not self._order(self._control.recv()):
-                    return
+                else:
+                    self._order(self._control.recv())
 
     def _wait_ms(self) -> int:
         script = self._script
@@ -94,13 +97,12 @@ class ScriptedWorker:
             return 50
         return max(0, math.ceil((script.due - time.monotonic()) * 1000))
 
-    def _order(self, message: bytes) -> bool:
-        if message[:1] == b"{":
+    def _order(self, message: bytes) -> None:
+        if len(message) > ACK.size:
             self._script = Script(**json.loads(message))
             self._times = []
-        elif message and self._script is not None:
-            (self._script.acknowledged,) = struct.unpack("<Q", message)
-        return bool(message)
+        elif self._script is not None:
+            (self._script.acknowledged,) = ACK.unpack(message)
 
     def _take(self, identity: bytes, data: bytes) -> None:
         message = worker_pb2.ServiceMessage.FromString(data)
@@ -182,16 +184,15 @@ class ScriptedWorker:
 
 
 def main() -> None:
-    """Serves until the driver ends it."""
+    """Serves until it is ended."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scripted_worker")
-    for name in ("engine", "control", "model-id", "tokenizer-sha256"):
+    for name in ("engine", "control", "model"):
         parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--vocab-size", type=int, required=True)
     options = parser.parse_args()
     model = server_pb2.Model(
-        model_id=options.model_id,
-        vocab_size=options.vocab_size,
-        tokenizer_sha256=options.tokenizer_sha256,
+        model_id="scripted",
+        vocab_size=CONTEXT,
+        tokenizer_sha256=tokenizer_digest(resolve_model(options.model)),  # the service compares
         max_context_tokens=CONTEXT,
     )
     ScriptedWorker(options.engine, options.control, model).serve()
