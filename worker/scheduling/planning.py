@@ -202,10 +202,10 @@ class Planner:
             reason, need = self._admission.why_not(sequence, self._room(plan), promised)
             if reason != WaitReason.NONE or need is None:
                 self.blocked[sequence] = sequence.wait_reason = reason
-                if sequence.skips >= config.max_skips:
-                    break
                 at += 1
                 continue
+            if any(passed.skips >= config.max_skips for passed in self.blocked):
+                break
             for passed in self.blocked:
                 passed.skips += 1
             self._admission.admit(sequence, need, now)

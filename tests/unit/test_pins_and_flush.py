@@ -1,0 +1,176 @@
+"""Operators' hands on the cache: pins stay, a flush leaves nothing that it should take."""
+
+from array import array
+
+import pytest
+
+from worker.execution.fake_runner import FakeModel
+from worker.execution.testing import Harness, small_config
+from worker.ids import SequenceId
+from worker.pages.events import PageState
+from worker.scheduling.pins import PinStatus
+from worker.scheduling.request import AddStatus, RequestSpec
+from worker.scheduling.sampling import SamplingParams
+
+MODEL = FakeModel(1000)
+
+
+def make(**changes: object) -> Harness:
+    return Harness(small_config(**changes), MODEL)  # type: ignore[arg-type]
+
+
+def request(number: int, prompt: list[int], max_tokens: int = 1, salt: bytes = b"") -> RequestSpec:
+    return RequestSpec(SequenceId(number), prompt, SamplingParams(max_tokens=max_tokens), cache_salt=salt)
+
+
+def cached(harness: Harness, prompt: list[int], salt: bytes = b"") -> int:
+    return len(harness.scheduler.cache.lookup(array("I", prompt), salt, len(prompt) // 4).pages)
+
+
+def run(harness: Harness, number: int, prompt: list[int], salt: bytes = b"") -> None:
+    assert harness.add(request(number, prompt, salt=salt)).status == AddStatus.ACCEPTED
+    harness.run()
+
+
+def test_a_pinned_prefix_survives_any_pressure() -> None:
+    harness = make(num_pages=16)
+    prompt = list(range(16))
+    run(harness, 1, prompt)
+    outcome = harness.scheduler.pin("system", prompt, b"", None, harness.now)
+    assert (outcome.status, outcome.pinned_pages) == (PinStatus.PINNED, 4)
+    for number in range(2, 20):
+        run(harness, number, [100 * number + at for at in range(40)])
+    assert cached(harness, prompt) == 4
+    assert harness.scheduler.cache.pool.num_pinned == 4
+    assert harness.scheduler.unpin("system", harness.now)
+    assert not harness.scheduler.unpin("system", harness.now)
+    harness.audit()
+    for number in range(20, 30):
+        run(harness, number, [100 * number + at for at in range(40)])
+    assert cached(harness, prompt) == 0
+
+
+def test_a_pinned_page_in_use_is_active_and_pinned_again_afterwards() -> None:
+    harness = make()
+    prompt = list(range(8))
+    run(harness, 1, prompt)
+    harness.scheduler.pin("system", prompt, b"", None, harness.now)
+    harness.add(request(2, [*prompt, 50, 51], max_tokens=3))
+    harness.turn()
+    pool = harness.scheduler.cache.pool
+    pages = harness.scheduler.list_pins()[0].pages
+    assert [pool.state(page) for page in pages] == [PageState.ACTIVE] * 2
+    harness.run()
+    assert [pool.state(page) for page in pages] == [PageState.PINNED] * 2
+
+
+def test_only_whole_cached_pages_can_be_pinned() -> None:
+    harness = make()
+    outcome = harness.scheduler.pin("a", list(range(9)), b"", None, harness.now)
+    assert (outcome.status, outcome.needed_pages, outcome.cached_pages) == (PinStatus.NOT_CACHED, 2, 0)
+    run(harness, 1, list(range(9)))
+    outcome = harness.scheduler.pin("a", list(range(9)), b"", None, harness.now)
+    assert outcome.status == PinStatus.PINNED
+    assert outcome.pin is not None
+    assert outcome.pin.num_tokens == 8
+    assert harness.scheduler.pin("b", [1, 2], b"", None, harness.now).status == PinStatus.NOT_CACHED
+
+
+def test_pins_take_at_most_a_quarter_of_the_pool() -> None:
+    harness = make(num_pages=16)
+    run(harness, 1, list(range(20)))
+    outcome = harness.scheduler.pin("a", list(range(20)), b"", None, harness.now)
+    assert (outcome.status, outcome.max_pinned_pages) == (PinStatus.LIMIT, 4)
+    assert harness.scheduler.list_pins() == []
+
+
+def test_a_pin_never_makes_an_accepted_request_impossible() -> None:
+    """H15: what was accepted can always run alone, whatever is pinned later."""
+    harness = make(num_pages=16, max_context_tokens=64)
+    run(harness, 1, list(range(8)))
+    harness.add(request(2, [7] * 4, max_tokens=52))
+    outcome = harness.scheduler.pin("a", list(range(8)), b"", None, harness.now)
+    assert outcome.status == PinStatus.PINNED
+    harness.run()
+    harness.add(request(3, [8] * 4, max_tokens=60))
+    assert 3 not in harness.answers
+    assert harness.scheduler.unpin("a", harness.now)
+    assert harness.add(request(3, [8] * 4, max_tokens=60)).status == AddStatus.ACCEPTED
+    assert harness.scheduler.pin("a", list(range(8)), b"", None, harness.now).status == PinStatus.LIMIT
+    harness.run()
+    assert len(harness.answers[3].tokens) == 60
+
+
+def test_pinning_a_name_again_replaces_it_and_time_ends_it() -> None:
+    harness = make()
+    run(harness, 1, list(range(8)))
+    run(harness, 2, list(range(50, 58)))
+    harness.scheduler.pin("a", list(range(8)), b"", None, harness.now)
+    harness.scheduler.pin("a", list(range(8)), b"", None, harness.now)
+    harness.scheduler.pin("a", list(range(50, 58)), b"", harness.now + 5, harness.now)
+    assert harness.scheduler.cache.num_pinned_pages == 2
+    assert harness.scheduler.next_deadline(harness.now) == pytest.approx(harness.now + 5)
+    harness.now += 6
+    assert harness.scheduler.has_work(harness.now)
+    harness.turn()
+    assert harness.scheduler.list_pins() == []
+    assert harness.scheduler.cache.num_pinned_pages == 0
+
+
+def test_two_pins_share_pages_and_each_holds_them() -> None:
+    harness = make(num_pages=32)
+    run(harness, 1, list(range(12)))
+    harness.scheduler.pin("short", list(range(8)), b"", None, harness.now)
+    harness.scheduler.pin("long", list(range(12)), b"", None, harness.now)
+    assert harness.scheduler.cache.num_pinned_pages == 3
+    harness.scheduler.unpin("long", harness.now)
+    assert harness.scheduler.cache.num_pinned_pages == 2
+    harness.audit()
+
+
+def test_a_flush_frees_what_nobody_uses() -> None:
+    """B021: after a flush of everything nothing old is found."""
+    harness = make()
+    run(harness, 1, list(range(12)))
+    run(harness, 2, list(range(50, 62)))
+    outcome = harness.scheduler.flush(harness.now)
+    harness.audit()
+    assert (outcome.num_freed, outcome.num_unindexed) == (6, 0)
+    assert harness.scheduler.cache.pool.num_free == 16
+    assert harness.scheduler.counts().flush_evictions_total == 6
+    assert cached(harness, list(range(12))) == 0
+
+
+def test_a_flush_takes_only_the_salts_that_match() -> None:
+    harness = make()
+    run(harness, 1, list(range(8)), salt=b"a\0")
+    run(harness, 2, list(range(8)), salt=b"b\0")
+    assert harness.scheduler.flush(harness.now, matches=lambda salt: salt.startswith(b"a\0")).num_freed == 2
+    assert cached(harness, list(range(8)), b"a\0") == 0
+    assert cached(harness, list(range(8)), b"b\0") == 2
+
+
+def test_a_flush_leaves_pages_in_use_unless_told_otherwise() -> None:
+    harness = make()
+    prompt = list(range(12))
+    harness.add(request(1, prompt, max_tokens=10))
+    harness.turn()
+    assert harness.scheduler.flush(harness.now).num_freed == 0
+    assert cached(harness, prompt) == 3
+    outcome = harness.scheduler.flush(harness.now, include_active=True)
+    harness.audit()
+    assert (outcome.num_freed, outcome.num_unindexed) == (0, 3)
+    assert cached(harness, prompt) == 0
+    harness.run()
+    assert len(harness.answers[1].tokens) == 10
+    assert harness.scheduler.cache.pool.num_free == 16  # freed, not cached: its chain had left the index
+
+
+def test_a_flush_spares_pins_unless_told_otherwise() -> None:
+    harness = make()
+    run(harness, 1, list(range(8)))
+    harness.scheduler.pin("a", list(range(8)), b"", None, harness.now)
+    assert harness.scheduler.flush(harness.now, include_active=True).num_freed == 0
+    assert harness.scheduler.flush(harness.now, include_pinned=True).num_freed == 2
+    assert harness.scheduler.list_pins() == []
+    harness.audit()

@@ -1,0 +1,310 @@
+"""Who is taken and who is let in: limits at arrival, whole pages at admission, order, patience."""
+
+from array import array
+
+import pytest
+
+from worker.execution.fake_runner import FakeModel
+from worker.execution.testing import Harness, small_config
+from worker.ids import SequenceId
+from worker.scheduling.output import FinishCode
+from worker.scheduling.request import AddStatus, RequestSpec
+from worker.scheduling.sampling import SamplingParams
+from worker.stats import WaitReason
+
+MODEL = FakeModel(1000)
+
+
+def make(overlap: bool = False, **changes: object) -> Harness:
+    return Harness(small_config(**changes), MODEL, overlap=overlap)  # type: ignore[arg-type]
+
+
+def request(number: int, prompt: "list[int] | range", max_tokens: int = 4, **more: object) -> RequestSpec:
+    params = {"max_tokens": max_tokens} | {k: v for k, v in more.items() if k in SamplingParams.__slots__}
+    fields = {k: v for k, v in more.items() if k not in SamplingParams.__slots__}
+    return RequestSpec(SequenceId(number), list(prompt), SamplingParams(**params), **fields)  # type: ignore[arg-type]
+
+
+def state(harness: Harness) -> tuple[object, ...]:
+    cache = harness.scheduler.cache
+    return (
+        cache.events.number,
+        cache.pool.counts_by_state(),
+        list(cache.pool.free_slots()),
+        harness.scheduler.counts().waiting_requests,
+    )
+
+
+def running(harness: Harness) -> list[int]:
+    return [view.sequence_id for view in harness.scheduler.sequence_views() if view.row is not None]
+
+
+# At arrival.
+
+
+@pytest.mark.parametrize(
+    ("length", "status"),
+    [(31, AddStatus.ACCEPTED), (32, AddStatus.TOO_LONG), (33, AddStatus.TOO_LONG), (500, AddStatus.TOO_LONG)],
+)
+def test_an_over_long_prompt_gets_an_answer_with_both_numbers(length: int, status: AddStatus) -> None:
+    """H7, B044: a prompt that leaves no room for a token is refused in words, nothing is cut."""
+    harness = make(max_context_tokens=32)
+    outcome = harness.add(request(1, range(length)))
+    assert outcome.status == status
+    if status == AddStatus.TOO_LONG:
+        assert str(length) in outcome.message
+        assert "context of 32" in outcome.message
+        assert harness.scheduler.num_live == 0
+
+
+def test_more_output_than_the_context_holds_is_clamped_not_refused() -> None:
+    """B044: the prompt fits; the answer ends as CONTEXT_LENGTH."""
+    harness = make(max_context_tokens=32)
+    assert harness.add(request(1, range(20), max_tokens=1000)).status == AddStatus.ACCEPTED
+    harness.run()
+    assert len(harness.answers[1].tokens) == 12
+    assert harness.answers[1].code == FinishCode.CONTEXT_LENGTH
+
+
+@pytest.mark.parametrize("num_pages", [8, 16])
+def test_a_request_that_can_never_fit_the_pool_fails_at_once(num_pages: int) -> None:
+    """H15, B033, S1-03: usable pages are N, not N + 1; the numbers are in the answer."""
+    harness = make(num_pages=num_pages, max_context_tokens=1000)
+    fits = num_pages * 4
+    before = state(harness)
+    refused = harness.add(request(1, range(8), max_tokens=fits - 7))
+    assert (refused.status, refused.needed_pages) == (AddStatus.NEVER_FITS, num_pages + 1)
+    assert refused.total_pages == num_pages
+    assert state(harness) == before
+    assert harness.add(request(1, range(8), max_tokens=fits - 8)).status == AddStatus.ACCEPTED
+    harness.run()
+    assert len(harness.answers[1].tokens) == fits - 8
+
+
+def test_the_queue_has_an_end() -> None:
+    harness = make(max_running=1, max_queued_requests=2)
+    for number in (1, 2):
+        assert harness.add(request(number, range(4))).status == AddStatus.ACCEPTED
+    full = harness.add(request(3, range(4)))
+    assert (full.status, full.queue_position) == (AddStatus.QUEUE_FULL, 2)
+    harness.turn()
+    assert harness.add(request(3, range(4))).status == AddStatus.ACCEPTED
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (request(1, []), "prompt is empty"),
+        (request(1, range(3), max_tokens=0), "max_tokens is 0"),
+        (request(1, range(3), sample_count=0), "0 samples"),
+        (request(1, range(3), sample_count=9), "9 samples, possible are 1 .. 8"),
+        (request(1, range(3), sample_count=2, resume_token_ids=[1]), "only a single sample"),
+        (request(1, range(3), max_tokens=2, resume_token_ids=[1, 2]), "2 tokens to resume from"),
+    ],
+)
+def test_a_value_that_the_service_should_have_refused_is_named(spec: RequestSpec, message: str) -> None:
+    outcome = make().add(spec)
+    assert outcome.status == AddStatus.INVALID
+    assert message in outcome.message
+
+
+def test_a_sequence_id_that_is_live_is_refused() -> None:
+    harness = make()
+    harness.add(request(1, range(3), sample_count=3))
+    assert harness.scheduler.add(request(3, range(3)), 1.0).status == AddStatus.INVALID
+    assert harness.scheduler.add(request(4, range(3)), 1.0).status == AddStatus.ACCEPTED
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
+    """Known only once enough requests have been admitted out of a queue."""
+    harness = make(max_running=1, max_step_tokens=9)
+    assert harness.add(request(1, range(4), deadline=harness.now)).status == AddStatus.TIMEOUT_TOO_SHORT
+    for number in range(1, 30):
+        harness.add(request(number, range(4), max_tokens=2))
+    for _ in range(40):
+        harness.turn()
+    waiting = harness.scheduler.counts().waiting_requests
+    assert waiting > 5
+    outcome = harness.add(request(50, range(4), deadline=harness.now + 0.02))
+    assert outcome.status == AddStatus.TIMEOUT_TOO_SHORT
+    assert outcome.estimated_wait_seconds == pytest.approx(waiting * 0.022, rel=0.5)
+    assert harness.add(request(50, range(4), deadline=harness.now + 60)).status == AddStatus.ACCEPTED
+
+
+def test_the_answer_says_what_all_samples_need_at_most() -> None:
+    harness = make(num_pages=40)
+    outcome = harness.add(request(1, range(9), max_tokens=7, sample_count=3))
+    assert outcome.needed_pages == 2 + 3 * 2
+    assert outcome.total_pages == 40
+    assert harness.add(request(4, range(9))).queue_position == 1
+
+
+# Out of the queue.
+
+
+def test_cached_pages_that_a_request_takes_over_are_not_available_to_it() -> None:
+    """B011: N = 10, six cached and unreferenced; one that hits them and needs four more waits for nine."""
+    harness = make(num_pages=10, max_context_tokens=40, max_running=4)
+    blocker = request(1, range(500, 502), max_tokens=30)
+    prefix = list(range(24))
+    harness.add(request(2, prefix, max_tokens=1))
+    harness.run()
+    harness.add(blocker)
+    harness.turn()
+    cache = harness.scheduler.cache
+    assert (cache.pool.num_cached, cache.pool.num_free, cache.num_available) == (6, 3, 9)
+    spec = request(3, [*prefix, *range(100, 114)], max_tokens=2)  # 40 tokens: 10 pages, 6 of them cached
+    harness.add(spec)
+    before = state(harness)[:3]
+    harness.turn()
+    assert running(harness) == [1]
+    assert state(harness)[:3] == before
+    assert harness.scheduler.counts().waiting_by_reason[WaitReason.PAGES] == 1
+    harness.run()
+    assert len(harness.answers[3].tokens) == 2
+    assert harness.answers[3].start is not None
+
+
+def test_a_pool_full_of_cached_pages_admits_a_large_request() -> None:
+    """B019: one that needs N - 1 pages succeeds after eviction."""
+    harness = make(num_pages=10, max_context_tokens=40)
+    for number in range(1, 6):
+        harness.add(request(number, range(number * 50, number * 50 + 8), max_tokens=1))
+        harness.run()
+    assert harness.scheduler.cache.pool.num_free == 0
+    harness.add(request(9, range(900, 934), max_tokens=2))
+    harness.run()
+    assert len(harness.answers[9].tokens) == 2
+    counts = harness.scheduler.counts()
+    assert counts.capacity_evictions_total == 9
+    end = harness.answers[9].end
+    assert end is not None
+    assert end.bill is not None
+    assert end.bill.evictions_caused == 9
+
+
+def test_admission_leaves_the_watermark_to_those_who_run() -> None:
+    harness = make(num_pages=10, watermark_pages=3, max_context_tokens=40)
+    harness.add(request(1, range(9), max_tokens=3))
+    harness.add(request(2, range(100, 116), max_tokens=2))
+    harness.turn()
+    assert running(harness) == [1]  # 3 + 5 of 10 would leave 2
+    harness.run()
+    assert len(harness.answers[2].tokens) == 2
+
+
+def test_alone_a_request_may_use_the_watermark_too() -> None:
+    """H15: nobody waits for pages that nobody else will give back."""
+    harness = make(num_pages=10, watermark_pages=9, max_context_tokens=40)
+    harness.add(request(1, range(30), max_tokens=10))
+    harness.run(max_turns=30)
+    assert len(harness.answers[1].tokens) == 10
+
+
+def test_the_order_is_priority_then_arrival() -> None:
+    harness = make(max_running=1, max_step_tokens=9)
+    harness.add(request(9, range(4), max_tokens=1))
+    for number, priority in ((1, 0), (2, 5), (3, 0), (4, -1), (5, 5)):
+        harness.add(request(number, range(number * 10, number * 10 + 4), max_tokens=1, priority=priority))
+    order = []
+    while harness.scheduler.has_work(harness.now):
+        step = harness.turn()
+        if step is not None:
+            order += list(step.sequence_ids)
+    assert order == [2, 5, 9, 1, 3, 4]
+
+
+def test_waiting_makes_up_for_priority() -> None:
+    """Aging: after aging_seconds an old request goes before one of the next higher priority."""
+    for waited, first in ((0.5, 2), (1.5, 1)):
+        harness = make(max_running=1, max_step_tokens=9, aging_seconds=1.0)
+        harness.add(request(9, range(4), max_tokens=2, priority=9))
+        harness.turn()
+        harness.add(request(1, range(4), max_tokens=1, priority=0))
+        harness.now += waited
+        harness.add(request(2, range(4), max_tokens=1, priority=1))
+        harness.turn()
+        harness.turn()
+        assert bool(harness.answers[1].tokens) == (first == 1)
+        assert bool(harness.answers[2].tokens) == (first == 2)
+
+
+@pytest.mark.parametrize("max_skips", [0, 2, 5])
+def test_small_requests_pass_a_big_one_only_so_often(max_skips: int) -> None:
+    """M-20 lets the first that does not fit stop all others; here a bounded count may pass it."""
+    harness = make(num_pages=12, max_skips=max_skips, max_running=8, max_context_tokens=48)
+    harness.add(request(1, range(20), max_tokens=25))
+    harness.turn()
+    harness.add(request(2, range(100, 140), max_tokens=2))  # needs 11 of 12 pages
+    for number in range(3, 13):
+        harness.add(request(number, [number], max_tokens=2))
+    for _ in range(12):
+        harness.turn()
+    passed = [number for number in range(3, 13) if harness.answers[number].start is not None]
+    assert len(passed) == max_skips
+    assert harness.answers[2].start is None
+    harness.run()
+    assert len(harness.answers[2].tokens) == 2
+
+
+def test_nobody_passes_one_that_waits_for_the_tokens_of_a_step() -> None:
+    harness = make(num_pages=64, max_running=2, max_step_tokens=4, max_context_tokens=128)
+    harness.add(request(1, range(50)))
+    harness.add(request(2, range(100, 103)))
+    step = harness.launch()
+    assert step is not None
+    assert list(step.sequence_ids) == [1, 2]
+    harness.settle()
+
+
+def test_waiting_requests_are_counted_by_reason_and_add_up() -> None:
+    harness = make(num_pages=40, max_running=2)
+    for number in range(1, 7):
+        harness.add(request(number, range(number * 20, number * 20 + 9), max_tokens=9))
+    counts = harness.scheduler.counts()
+    assert (counts.waiting_requests, counts.waiting_uncached_tokens) == (6, 54)
+    harness.turn()
+    counts = harness.scheduler.counts()
+    assert (counts.running_requests, counts.running_sequences, counts.waiting_requests) == (2, 2, 4)
+    assert sum(counts.waiting_by_reason.values()) == 4
+    assert counts.waiting_by_reason[WaitReason.ROWS] == 4
+    assert counts.waiting_uncached_tokens == 36
+    harness.run()
+    counts = harness.scheduler.counts()
+    assert (counts.running_requests, counts.waiting_requests, counts.waiting_uncached_tokens) == (0, 0, 0)
+
+
+def test_a_request_that_waits_for_pages_is_not_looked_up_in_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A long prompt at the head of the queue costs nothing while it cannot fit."""
+    harness = make(num_pages=12, max_context_tokens=48, max_running=4)
+    harness.add(request(1, range(20), max_tokens=28))
+    harness.turn()
+    harness.add(request(2, range(100, 140), max_tokens=2))
+    lookups = 0
+    lookup = harness.scheduler.cache.lookup
+
+    def counted(tokens: "array[int]", salt: bytes, most: int) -> object:
+        nonlocal lookups
+        lookups += 1
+        return lookup(tokens, salt, most)
+
+    monkeypatch.setattr(harness.scheduler.cache, "lookup", counted)
+    for _ in range(20):
+        harness.turn()
+    assert lookups <= 3
+
+
+def test_four_thousand_small_requests_are_admitted_in_one_step_quickly() -> None:
+    """Admission is linear: no quadratic walk over those already let in."""
+    harness = Harness(
+        small_config(num_pages=9000, max_running=4096, max_step_tokens=20_000, max_queued_requests=5000),
+        MODEL,
+        audit=False,
+    )
+    for number in range(1, 4097):
+        harness.scheduler.add(request(number, [number, 7], max_tokens=2), 1.0)
+    step = harness.scheduler.schedule(1.0)
+    assert step is not None
+    assert len(step.rows) == 4096

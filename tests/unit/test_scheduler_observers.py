@@ -1,0 +1,257 @@
+"""What observers get: views, changes, snapshots, rows; and that the audit sees what is wrong."""
+
+from array import array
+from collections.abc import Callable
+
+import pytest
+
+from worker.execution.fake_runner import FakeModel
+from worker.execution.testing import Harness, small_config
+from worker.ids import NO_PAGE, SequenceId
+from worker.pages.events import PageEventKind, PageState
+from worker.scheduling.books import Books
+from worker.scheduling.request import RequestSpec
+from worker.scheduling.sampling import SamplingParams
+from worker.stats import SequenceState, SequenceView
+
+MODEL = FakeModel(1000)
+
+
+def make(overlap: bool = False, **changes: object) -> Harness:
+    return Harness(small_config(**changes), MODEL, overlap=overlap)  # type: ignore[arg-type]
+
+
+def request(number: int, prompt: "list[int] | range", max_tokens: int = 4, **more: object) -> RequestSpec:
+    params = {"max_tokens": max_tokens} | {k: v for k, v in more.items() if k in SamplingParams.__slots__}
+    fields = {k: v for k, v in more.items() if k not in SamplingParams.__slots__}
+    return RequestSpec(SequenceId(number), list(prompt), SamplingParams(**params), **fields)  # type: ignore[arg-type]
+
+
+def test_a_view_says_who_it_is_and_where_it_stands() -> None:
+    harness = make()
+    spec = request(
+        5, range(9), max_tokens=6, sample_count=2, priority=3, request_id="r5", tenant="t", labels={"a": "b"},
+        receive_time_ns=77, first_choice_index=0,
+    )  # fmt: skip
+    harness.add(spec)
+    waiting = harness.scheduler.sequence_views()
+    assert [(v.sequence_id, v.state, v.owner, v.row) for v in waiting] == [
+        (5, SequenceState.WAITING, 0, None),
+        (6, SequenceState.WAITING, 0, None),
+    ]
+    assert waiting[0].needed_pages == 3
+    harness.turn()
+    first, second = harness.scheduler.sequence_views()
+    assert (first.state, first.token_count, len(first.page_ids)) == (SequenceState.DECODE, 9, 3)
+    assert (second.choice_index, second.state) == (1, SequenceState.PREFILL)
+    assert first.prefix == (0, 8, 0, 1)
+    assert (first.request_id, first.tenant, dict(first.labels)) == ("r5", "t", {"a": "b"})
+    assert (first.priority, first.prompt_tokens, first.receive_time_ns) == (3, 9, 77)
+    assert first.owner > 0
+    assert first.owner != second.owner
+
+
+def rebuild(book: dict[int, SequenceView], harness: Harness) -> None:
+    """What an observer does with changes: keep first_page_index pages, replace the rest."""
+    changes = harness.scheduler.take_changes()
+    for sequence_id in changes.ended_ids:
+        book.pop(sequence_id, None)
+    for view in changes.views:
+        old = book.get(view.sequence_id)
+        kept = old.page_ids[: view.first_page_index] if old is not None else ()
+        assert len(kept) == view.first_page_index
+        pages = kept + view.page_ids
+        book[view.sequence_id] = SequenceView(
+            **{name: getattr(view, name) for name in SequenceView.__slots__}
+            | {"page_ids": pages, "first_page_index": 0}
+        )
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("every", [1, 3])
+def test_changes_in_any_steps_add_up_to_the_views(every: int, overlap: bool) -> None:
+    harness = make(overlap, num_pages=10, max_running=4, max_context_tokens=32)
+    book: dict[int, SequenceView] = {}
+    for number in range(1, 13):
+        count = 1 + number % 3
+        spec = request(10 * number, [number % 3] * 7, max_tokens=9, sample_count=count, temperature=1.0)
+        harness.add(spec)
+    turns = 0
+    while harness.scheduler.has_work(harness.now):
+        harness.turn()
+        turns += 1
+        if turns == 9:
+            harness.abort(*list(book)[:3])
+        if turns % every == 0:
+            rebuild(book, harness)
+            views = {view.sequence_id: view for view in harness.scheduler.sequence_views()}
+            assert set(book) == set(views)
+            for sequence_id, view in views.items():
+                known = book[sequence_id]
+                assert known.page_ids == view.page_ids
+                assert (known.state, known.owner, known.row) == (view.state, view.owner, view.row)
+    rebuild(book, harness)
+    assert book == {}
+    assert harness.scheduler.counts().preemptions_total > 0
+
+
+def test_nothing_is_kept_for_an_observer_that_does_not_exist() -> None:
+    harness = make()
+    for number in range(1, 40):
+        harness.add(request(number, range(4), max_tokens=2))
+        harness.run()
+    books = harness.scheduler._books
+    assert (books.changed, books.ended_ids, books.ended_owners) == ({}, [], [])
+    harness.add(request(99, range(4), max_tokens=20))
+    harness.turn()
+    assert [view.sequence_id for view in harness.scheduler.take_changes().views] == [99]
+
+
+def test_progress_counts_tokens_with_kv() -> None:
+    harness = make()
+    harness.add(request(1, range(6), max_tokens=8))
+    harness.add(request(2, range(50, 53), max_tokens=8))
+    for _ in range(3):
+        harness.turn()
+    progress = harness.scheduler.progress()
+    owners = {view.owner: view.token_count for view in harness.scheduler.sequence_views()}
+    assert dict(zip(progress.owners, progress.token_counts, strict=True)) == owners
+    assert sorted(progress.token_counts) == [5, 8]
+
+
+def test_a_snapshot_is_the_pool_at_one_number_and_stays_as_it_is() -> None:
+    harness = make(num_pages=12)
+    harness.add(request(1, range(9), max_tokens=8))
+    harness.turn()
+    harness.add(request(2, [*range(8), 77], max_tokens=8))
+    harness.turn()
+    snapshot = harness.scheduler.snapshot()
+    assert snapshot.number == harness.scheduler.cache.events.number
+    first, second = snapshot.sequences
+    assert first.page_ids[:2] == second.page_ids[:2]
+    shared, own = first.page_ids[0], second.page_ids[2]
+    assert (snapshot.states[shared], snapshot.ref_counts[shared]) == (PageState.ACTIVE, 2)
+    assert (snapshot.owners[shared], snapshot.owners[own]) == (first.owner, second.owner)
+    assert (snapshot.filled_slots[shared], snapshot.filled_slots[own]) == (4, 1)
+    assert snapshot.filled_slots[first.page_ids[2]] == 2
+    assert (snapshot.flags[shared], snapshot.flags[own]) == (1, 0)
+    assert snapshot.parent_page_ids[first.page_ids[1]] == shared
+    assert snapshot.parent_page_ids[shared] == NO_PAGE
+    assert snapshot.hit_counts[shared] == 1
+    assert snapshot.fingerprints[shared] > 0
+    assert snapshot.fingerprints[own] == 0
+    assert snapshot.states[12] == PageState.RESERVED
+    assert len(snapshot.states) == 13 == sum(snapshot.counts.values())
+    states = snapshot.states
+    harness.run()
+    assert snapshot.states is states
+    assert harness.scheduler.snapshot().states != states
+
+
+def test_events_carry_step_time_owner_and_parent() -> None:
+    harness = make()
+    harness.add(request(1, range(8), max_tokens=2))
+    harness.turn()
+    events = harness.scheduler.cache.events.read(0, with_tokens=True)
+    assert events is not None
+    kinds = [PageEventKind(kind) for kind in events.kinds]
+    assert kinds == [PageEventKind.ALLOCATED] * 2 + [PageEventKind.SEALED] * 2
+    assert list(events.steps) == [1] * 4
+    assert list(events.times_us) == pytest.approx([1_010_000] * 2 + [1_011_000] * 2, abs=1)
+    assert len(set(events.owners)) == 1
+    assert list(events.others[2:]) == [NO_PAGE, events.pages[2]]
+    assert events.tokens[3] == array("I", range(4, 8)).tobytes()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rows_on_the_device_are_those_of_the_books(overlap: bool) -> None:
+    """C.7: a row whose pages stand in another order than the host's list is found."""
+    harness = make(overlap, num_pages=24, max_running=4)
+    for number in range(1, 12):
+        harness.add(request(number, [number % 2] * 9, max_tokens=8, temperature=1.0, seed=number))
+    audited = 0
+    while harness.scheduler.has_work(harness.now):
+        harness.turn()
+        harness.audit_rows(2)
+        rows = harness.scheduler.rows_for_audit(2)
+        assert len(rows) <= 2
+        audited += len(rows)
+    assert audited > 20
+    harness.add(request(50, range(9), max_tokens=8))
+    harness.turn()
+    harness.settle()
+    (row,) = harness.scheduler.rows_for_audit(1)
+    line = harness.runner.page_table[row]
+    line[0:4], line[4:8] = line[4:8], line[0:4]
+    with pytest.raises(AssertionError, match=f"row {row}: the device has"):
+        harness.audit_rows()
+
+
+def _lose_a_reference(books: Books) -> None:
+    books.cache.pool._refs[next(iter(books.by_owner.values())).pages[0]] += 1
+
+
+def _swap_pages(books: Books) -> None:
+    first = next(iter(books.by_owner.values()))
+    first.pages[0], first.pages[1] = first.pages[1], first.pages[0]
+
+
+def _share_unnoticed(books: Books) -> None:
+    first, second = list(books.by_owner.values())[:2]
+    second.pages[2] = first.pages[2]
+
+
+def _take_a_row_twice(books: Books) -> None:
+    first, second = list(books.by_owner.values())[:2]
+    second.row = first.row
+
+
+def _free_under_use(books: Books) -> None:
+    books.cache.pool._free.append(next(iter(books.by_owner.values())).pages[2] * 4)
+
+
+def _forget_an_edge(books: Books) -> None:
+    books.batch._edges = books.batch._edges[1:] + books.batch._edges[:1]
+
+
+def _write_another_token(books: Books) -> None:
+    next(iter(books.by_owner.values())).tokens[1] += 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "check"),
+    [
+        (_lose_a_reference, "refcount"),
+        (_swap_pages, "trie"),
+        (_share_unnoticed, "refcount"),
+        (_take_a_row_twice, "page_table"),
+        (_free_under_use, "free_list"),
+        (_forget_an_edge, "page_table"),
+        (_write_another_token, "trie"),
+    ],
+)
+def test_the_audit_sees_damage_while_sequences_run(damage: Callable[[Books], None], check: str) -> None:
+    """H5, S1-35, S1-36: under load, by the name of the invariant, with both sides."""
+    harness = make(num_pages=20)
+    harness.add(request(1, range(10), max_tokens=9))
+    harness.add(request(2, range(50, 60), max_tokens=9))
+    for _ in range(2):
+        harness.turn()
+    assert harness.scheduler.check() == []
+    damage(harness.scheduler._books)
+    found = harness.scheduler.check()
+    assert check in {violation.check for violation in found}
+    assert all(str(violation).startswith(violation.check) for violation in found)
+
+
+def test_owner_numbers_are_small_and_not_used_again_at_once() -> None:
+    harness = make(max_running=2)
+    seen: list[int] = []
+    for number in range(1, 80):
+        harness.add(request(number, range(4), max_tokens=2))
+        harness.turn()
+        seen += [view.owner for view in harness.scheduler.sequence_views()]
+        harness.run()
+    assert all(1 <= owner <= 65_535 for owner in seen)
+    assert all(owner not in seen[at + 1 : at + 30] for at, owner in enumerate(seen))
+    assert len(set(seen)) < 80
