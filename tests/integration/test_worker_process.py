@@ -1,0 +1,574 @@
+"""A whole worker over real sockets: it serves, is seen, drains, and leaves nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvatlas.v1 import cache_pb2, server_pb2
+from kvatlas.worker.v1 import worker_pb2
+from worker.config import WorkerConfig
+from worker.description import WorkerState
+from worker.devices import DeviceFacts, FakeDevice
+from worker.execution.runner import Runner
+from worker.link.addresses import AddressInUse
+from worker.link.testing import TestService
+from worker.process import WorkerProcess
+
+BASE = WorkerConfig(
+    runner="fake",
+    model="random:tiny",
+    metrics_port=0,
+    page_size=4,
+    num_pages=64,
+    max_running=8,
+    drain_grace=10.0,
+)
+
+
+class GatedDevice(FakeDevice):
+    """Loads only when it is let."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def build(self, config: WorkerConfig) -> Runner:
+        assert self.gate.wait(20.0)
+        return super().build(config)
+
+
+class Running:
+    """A worker on a thread of the test, and services for it."""
+
+    def __init__(self, config: WorkerConfig, device: FakeDevice | None = None) -> None:
+        self.worker = WorkerProcess(config, device or FakeDevice())
+        self.status: int | None = None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+        self.services: list[TestService] = []
+
+    def _run(self) -> None:
+        self.status = self.worker.run()
+
+    def service(self, name: str = "a", epoch: int = 1) -> TestService:
+        made = TestService(self.worker.link.address, name, epoch)
+        self.services.append(made)
+        return made
+
+    def ready_service(self, name: str = "a") -> TestService:
+        service = self.service(name)
+        until(lambda: self.worker.board.state is not WorkerState.STARTING)
+        service.hello()
+        return service
+
+    def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        text = self.get("/metrics")[1]
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.metrics()[name, tuple(sorted(labels.items()))]
+
+    def get(self, path: str) -> tuple[int, str]:
+        assert self.worker.http is not None
+        url = f"http://127.0.0.1:{self.worker.http.port}{path}"
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def close(self) -> None:
+        for service in self.services:
+            service.close()
+        self.worker.stop()
+        self.worker.stop()
+        self.thread.join(20.0)
+        self.worker.close()
+        assert not self.thread.is_alive()
+
+
+def until(is_done: Callable[[], bool], limit: float = 10.0) -> None:
+    end = time.monotonic() + limit
+    while not is_done():
+        assert time.monotonic() < end, "not so in time"
+        threading.Event().wait(0.01)
+
+
+def config_in(folder: Path, **changes: object) -> WorkerConfig:
+    addresses = {"engine_address": f"ipc://{folder}/e", "pages_address": f"ipc://{folder}/p"}
+    return replace(BASE, **{**addresses, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    made = Running(config_in(tmp_path))
+    yield made
+    made.close()
+
+
+def test_a_worker_starts_and_stops_and_leaves_nothing(tmp_path: Path) -> None:
+    process = psutil.Process()
+    threads = set(threading.enumerate())
+    warm = Running(config_in(tmp_path))  # whatever libraries open once is open now
+    warm.close()
+    descriptors = process.num_fds()
+    for _ in range(3):
+        running = Running(config_in(tmp_path / "made"))
+        service = running.ready_service()
+        service.subscribe(b"d", b"e")
+        service.finish(service.add([1, 2, 3]))
+        assert running.get("/readyz")[0] == 200
+        running.close()
+        running.worker.close()  # twice is fine
+        assert running.status == 0
+    assert set(threading.enumerate()) == threads
+    assert process.num_fds() <= descriptors
+    assert process.children() == []
+    assert list(tmp_path.iterdir()) == [], "sockets, locks and the folder that was made are gone"
+
+
+def test_hello_is_answered_while_the_model_loads_and_requests_are_not_taken(tmp_path: Path) -> None:
+    device = GatedDevice()
+    running = Running(config_in(tmp_path), device)
+    try:
+        service = running.service()
+        assert service.hello().worker.state == server_pb2.SERVER_STATE_STARTING
+        early = service.add([1, 2])
+        service.wait(lambda: early in service.results)
+        assert service.results[early].status == worker_pb2.ADD_STATUS_NOT_READY
+        assert running.get("/readyz") == (503, "starting\n")
+        assert running.get("/healthz")[0] == 200
+        device.gate.set()
+        serving = server_pb2.SERVER_STATE_SERVING
+        service.wait(lambda: bool(service.heartbeats) and service.heartbeats[-1].load.state == serving)
+        assert service.finish(service.add([1, 2]))[0].code == worker_pb2.FINISH_CODE_MAX_TOKENS
+    finally:
+        device.gate.set()
+        running.close()
+
+
+def test_a_runner_that_fails_its_warm_up_never_becomes_ready(tmp_path: Path) -> None:
+    class Broken(FakeDevice):
+        def build(self, config: WorkerConfig) -> Runner:
+            raise RuntimeError("no such kernel")
+
+    worker = WorkerProcess(config_in(tmp_path), Broken())
+    with pytest.raises(RuntimeError, match="no such kernel"), worker:
+        worker.run()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_facts_that_cannot_be_read_leave_nothing_behind(tmp_path: Path) -> None:
+    class Broken(FakeDevice):
+        def facts(self, config: WorkerConfig) -> DeviceFacts:
+            raise OSError("unreadable")
+
+    before = set(threading.enumerate())
+    with pytest.raises(OSError, match="unreadable"):
+        WorkerProcess(config_in(tmp_path), Broken())
+    assert set(threading.enumerate()) == before
+
+
+def test_a_second_worker_at_the_same_address_is_refused_and_the_first_goes_on(
+    running: Running, tmp_path: Path
+) -> None:
+    service = running.ready_service()
+    with pytest.raises(AddressInUse):
+        WorkerProcess(config_in(tmp_path), FakeDevice())
+    assert service.finish(service.add([1, 2]))[0].code
+
+
+def test_tcp_with_any_free_port(tmp_path: Path) -> None:
+    running = Running(
+        config_in(tmp_path, engine_address="tcp://127.0.0.1:0", pages_address="tcp://127.0.0.1:*")
+    )
+    try:
+        assert running.worker.link.address.startswith("tcp://127.0.0.1:")
+        service = running.ready_service()
+        assert service.config is not None
+        assert not service.config.pages_address.endswith((":0", ":*"))
+        service.subscribe(b"d")
+        service.wait(lambda: bool(service.feeds))
+    finally:
+        running.close()
+
+
+def test_two_services_at_once_with_equal_ids(running: Running) -> None:
+    services = [running.ready_service("a"), running.ready_service("b")]
+    alone = running.ready_service("c")
+    expected = [alone.finish(alone.add([number, number + 1]))[0].tokens for number in range(20)]
+    for number in range(20):
+        for at, service in enumerate(services):
+            assert service.add([(number + at) % 20, (number + at) % 20 + 1]) == number + 1
+    for at, service in enumerate(services):
+        answers = service.finish(*range(1, 21), timeout=30.0)
+        assert [answer.tokens for answer in answers] == [expected[(number + at) % 20] for number in range(20)]
+
+
+def test_gauges_fall_to_idle_within_two_seconds_though_no_further_step_runs(tmp_path: Path) -> None:
+    """All requests end at once: nobody steps any more, the gauges must not freeze (observability.md 4)."""
+    running = Running(config_in(tmp_path, fake_step_ms=2.0))
+    try:
+        service = running.ready_service()
+        ids = [service.add([number] * 9, max_tokens=200) for number in range(6)]
+        service.wait(lambda: all(service.answers[number].tokens for number in ids))
+        until(lambda: running.metric("kvatlas_requests_running") == 6)
+        assert running.metric("kvatlas_pages", state="active") > 0
+        service.abort(*ids)
+        ended = time.monotonic()
+        service.finish(*ids)
+        until(lambda: running.metric("kvatlas_pages", state="active") == 0)
+        until(lambda: running.metric("kvatlas_requests_running") == 0)
+        assert running.metric("kvatlas_page_table_rows", state="used") == 0
+        assert time.monotonic() - ended < 2.0
+    finally:
+        running.close()
+
+
+def test_numbers_add_up_in_every_scrape_and_counters_never_fall(tmp_path: Path) -> None:
+    running = Running(config_in(tmp_path, num_pages=24, fake_step_ms=1.0, audit_interval=0.05))
+    try:
+        service = running.ready_service()
+        before: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        sent = []
+        for number in range(40):
+            prompt = [number % 5] * 8 + [number] * 3
+            sent.append((len(prompt), service.add(prompt, max_tokens=6)))
+            if number % 7 == 0:
+                service.abort(sent[-1][1])
+            if number % 4 == 0:
+                now = running.metrics()
+                check_sums(now)
+                for key, value in before.items():
+                    if key[0].endswith(("_total", "_count", "_bucket")):
+                        assert now[key] >= value, key
+                before = now
+        service.finish(*[first for _, first in sent], timeout=30.0)
+        until(lambda: running.metric("kvatlas_requests_running") == 0)
+        looked_up = {start.sequence_id: start.prefix for start in service.starts if start.HasField("prefix")}
+        until(lambda: running.metric("kvatlas_pages", state="active") == 0)
+        now = running.metrics()
+        for result in ("hit", "miss_cold", "miss_evicted", "unaligned"):
+            name = f"{result}_tokens"
+            total = sum(getattr(prefix, name) for prefix in looked_up.values())
+            assert now["kvatlas_prefix_tokens_total", (("result", result),)] == total
+        assert now["kvatlas_page_evictions_total", (("reason", "capacity"),)] > 0
+        for check in ("state_sum", "refcount", "free_list", "page_table", "trie"):
+            labels = (("check", check), ("result", "pass"))
+            assert now["kvatlas_integrity_checks_total", labels] > 0
+            assert now["kvatlas_integrity_checks_total", (("check", check), ("result", "fail"))] == 0
+        assert now["kvatlas_integrity_last_success_timestamp_seconds", ()] > 1.6e9
+    finally:
+        running.close()
+
+
+def check_sums(now: dict[tuple[str, tuple[tuple[str, str], ...]], float]) -> None:
+    def total(name: str) -> float:
+        return sum(value for (series, _), value in now.items() if series == name)
+
+    assert total("kvatlas_pages") == now["kvatlas_pages_capacity", ()]
+    events = {dict(labels)["event"]: v for (n, labels), v in now.items() if n == "kvatlas_page_events_total"}
+    usable = now["kvatlas_pages_capacity", ()] - 1
+    assert events["allocated"] - events["freed"] == usable - now["kvatlas_pages", (("state", "free"),)]
+    assert events["evicted"] == total("kvatlas_page_evictions_total")
+    assert total("kvatlas_token_slots") == 4 * now["kvatlas_pages", (("state", "active"),)]
+    assert min(now.values()) >= 0
+
+
+def test_every_series_is_there_at_zero_before_the_first_request(running: Running) -> None:
+    from worker.readers.metrics import SERIES
+
+    until(lambda: running.get("/readyz")[0] == 200)
+    now = running.metrics()
+    for series in SERIES:
+        found = [key for key in now if key[0].startswith(f"kvatlas_{series.name}")]
+        expected = 1
+        for values in series.labels.values():
+            expected *= len(values)
+        assert len(found) >= expected, series.name
+    assert sum(value for key, value in now.items() if key[0].endswith("_total")) < 60
+    assert not [key for key in now if key[0].endswith("_created")]
+
+
+def test_two_workers_in_one_process_never_meet_in_a_registry(tmp_path: Path) -> None:
+    """B112: each has its own registry; one that is passed in is used."""
+    mine = CollectorRegistry()
+    with (
+        WorkerProcess(config_in(tmp_path / "1"), FakeDevice(), registry=mine),
+        WorkerProcess(config_in(tmp_path / "2"), FakeDevice()),
+    ):
+        assert mine.get_sample_value("kvatlas_pages", {"state": "free"}) == 64
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        WorkerProcess(config_in(tmp_path / "3"), FakeDevice(), registry=mine)
+
+
+# The map.
+
+
+def test_snapshot_feed_and_rows_tell_one_story(running: Running) -> None:
+    service = running.ready_service()
+    service.subscribe(b"d")
+    first = service.add(list(range(20)), max_tokens=100, samples=2)
+    service.wait(lambda: len(service.answers[first].tokens) == 100)
+    service.finish(first, first + 1)
+    until(lambda: running.metric("kvatlas_pages", state="active") == 0)
+    replies = service.command(worker_pb2.Command(snapshot=worker_pb2.SnapshotRequest()))
+    (reply,) = replies
+    chunk, stats = reply.snapshot.chunk, reply.snapshot.stats
+    states = list(chunk.pages.states)
+    assert len(states) == 65
+    assert [states.count(state) for state in (1, 2, 3, 4, 5)] == [
+        stats.free_pages,
+        stats.active_pages,
+        stats.cached_pages,
+        stats.pinned_pages,
+        stats.reserved_pages,
+    ]
+    assert chunk.geometry.page_count == 65
+    assert chunk.chunks_left == 0
+    fingerprints = array("Q", chunk.pages.fingerprints)
+    assert all((state == 3) == bool(print_) for state, print_ in zip(states, fingerprints, strict=True))
+    number = reply.snapshot.revision.number
+    service.wait(lambda: bool(service.feeds) and service.feeds[-1].revision.number == number)
+    assert service.feeds[-1].stats == stats
+
+
+@pytest.mark.parametrize("from_device", [False, True])
+def test_rows_of_the_page_table_hold_the_slots_of_the_pages(tmp_path: Path, from_device: bool) -> None:
+    """S1-04, S1-07: entries are slots, consecutive within a page; the dummy row is the dummy page (S1-27)."""
+    running = Running(config_in(tmp_path, fake_step_ms=2.0))
+    try:
+        service = running.ready_service()
+        ids = [service.add([number] * 10, max_tokens=100) for number in range(3)]
+        service.wait(lambda: all(service.answers[number].tokens for number in ids))
+        asked = cache_pb2.GetPageTableRequest(from_device=from_device)
+        replies = [reply.page_table for reply in service.command(worker_pb2.Command(page_table=asked))]
+        assert [row.rows_left for row in replies] == [2, 1, 0]
+        assert {row.request_id for row in replies} == {f"r{number}" for number in ids}
+        for row in replies:
+            slots = array("i", row.slots).tolist()
+            assert len(slots) % 4 == 0
+            assert len(slots) >= row.token_count > 0
+            for at in range(0, len(slots), 4):
+                assert slots[at] % 4 == 0
+                assert slots[at : at + 4] == list(range(slots[at], slots[at] + 4))
+        threading.Event().wait(1.0 if from_device else 0.0)
+        asked = cache_pb2.GetPageTableRequest(rows=[8, 7], from_device=from_device)
+        dummy, unused = [r.page_table for r in service.command(worker_pb2.Command(page_table=asked))]
+        assert set(array("i", dummy.slots)) == {64 * 4}
+        assert (dummy.owner, unused.owner, unused.slots) == (0, 0, b"")
+        bad = cache_pb2.GetPageTableRequest(rows=[9])
+        assert service.command(worker_pb2.Command(page_table=bad))[0].code == 3
+    finally:
+        running.close()
+
+
+def test_events_come_without_gaps_and_can_be_had_again(running: Running) -> None:
+    service = running.ready_service()
+    service.subscribe(b"e")
+    service.wait(lambda: b"e" in running.worker.feed.topics)
+    ids = [service.add([number] * 9, samples=2) for number in range(5)]
+    service.finish(*ids)
+    until(lambda: running.metric("kvatlas_pages", state="active") == 0)
+    last = running.worker.observer.metrics.pool.revision
+    service.wait(lambda: bool(service.feeds) and service.feeds[-1].revision.number == last)
+    numbers = []
+    for feed in service.feeds:
+        assert feed.base_number + 1 == feed.events.first_number
+        numbers += range(feed.events.first_number, feed.events.first_number + len(feed.events.types))
+    assert numbers == list(range(1, last + 1))
+    started = {info.request_id for feed in service.feeds for info in feed.events.started_sequences}
+    assert started == {f"r{number}" for number in ids}
+    request = worker_pb2.ReplayRequest(after_number=3, include_token_ids=True)
+    replies = service.command(worker_pb2.Command(replay=request))
+    assert sum(len(reply.events.types) for reply in replies) == last - 3
+    assert replies[0].events.first_number == 4
+    sealed = sum(reply.events.types.count(3) for reply in replies)
+    assert sum(len(reply.events.token_ids) for reply in replies) == sealed * 4 * 4
+    ahead = worker_pb2.ReplayRequest(after_number=last + 1)
+    assert service.command(worker_pb2.Command(replay=ahead))[0].code == 11
+
+
+def test_nothing_is_encoded_without_a_subscriber_and_subscribers_come_and_go(running: Running) -> None:
+    service = running.ready_service()
+    assert running.worker.feed.topics == set()
+    service.subscribe(b"d", b"e", b"x")
+    until(lambda: running.worker.feed.topics == {b"d", b"e"})
+    service.unsubscribe(b"e")
+    until(lambda: running.worker.feed.topics == {b"d"})
+    service.wait(lambda: len(service.feeds) >= 2)  # signs of life, though nothing happens
+    assert {feed.WhichOneof("feed") for feed in service.feeds} == {"delta"}
+    assert service.feeds[-1].base_number == service.feeds[-1].revision.number
+    service.unsubscribe(b"d")
+    until(lambda: running.worker.feed.topics == set())
+
+
+def test_flush_and_pins_over_the_seam(running: Running) -> None:
+    service = running.ready_service()
+    service.finish(service.add([7] * 12))
+    pin = worker_pb2.PinPrefix(
+        name="p", token_ids=array("I", [9] * 10).tobytes(), cache_salt=b"tenant\0", ttl_ms=60_000
+    )
+    (pinned,) = service.command(worker_pb2.Command(pin=pin))
+    assert (pinned.pin.pinned_pages, pinned.pin.pinned_tokens, pinned.pin.tenant) == (2, 8, "tenant")
+    assert pinned.pin.HasField("expire_time")
+    until(lambda: running.metric("kvatlas_pages", state="pinned") == 2)
+    (other,) = service.command(worker_pb2.Command(flush=server_pb2.FlushPrefixCacheRequest(tenant="x")))
+    assert other.flush.freed_pages == 0
+    (flushed,) = service.command(worker_pb2.Command(flush=server_pb2.FlushPrefixCacheRequest()))
+    assert flushed.flush.freed_pages > 0
+    (listed,) = service.command(worker_pb2.Command(list_pins=server_pb2.ListPinnedPrefixesRequest()))
+    assert [entry.name for entry in listed.pins.pins] == ["p"]
+    hit = service.add([9] * 10)
+    service.finish(hit)
+    start = next(start for start in service.starts if start.sequence_id == hit)
+    assert start.prefix.hit_tokens == 8
+    service.command(worker_pb2.Command(pin=worker_pb2.PinPrefix(name="p")))
+    until(lambda: running.metric("kvatlas_pages", state="pinned") == 0)
+
+
+# The process.
+
+
+def start_process(folder: Path, *flags: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "worker", "--runner", "fake", "--model", "random:tiny"]
+    command += ["--engine-address", f"ipc://{folder}/e", "--pages-address", f"ipc://{folder}/p"]
+    command += ["--metrics-port", "0", "--page-size", "4", "--num-pages", "64", *flags]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def end_process(process: "subprocess.Popen[str]") -> str:
+    try:
+        return process.communicate(timeout=20)[1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_sigterm_drains_and_ends_with_status_zero(tmp_path: Path) -> None:
+    """B109: the worker is a fresh process, never a fork; after its end nothing of it is left."""
+    process = start_process(tmp_path, "--fake-step-ms", "2", "--drain-grace", "10")
+    service = TestService(f"ipc://{tmp_path}/e")
+    try:
+        service.hello(20.0)
+        serving = server_pb2.SERVER_STATE_SERVING
+        service.wait(lambda: bool(service.heartbeats) and service.heartbeats[-1].load.state == serving)
+        running = service.add([1, 2, 3], max_tokens=80)
+        service.wait(lambda: bool(service.answers[running].tokens))
+        process.send_signal(signal.SIGTERM)
+        draining = server_pb2.SERVER_STATE_DRAINING
+        service.wait(lambda: service.heartbeats[-1].load.state == draining)
+        late = service.add([1, 2, 3])
+        assert len(service.finish(running)[0].tokens) == 80
+        service.wait(lambda: late in service.results)
+        assert service.results[late].status == worker_pb2.ADD_STATUS_DRAINING
+        log = end_process(process)
+    finally:
+        process.kill()
+        service.close()
+    assert process.returncode == 0, log
+    for name in ("listening", "ready", "service_joined", "drain_began", "drain_ended"):
+        assert f"event={name} " in log, log
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_grace_cuts_off_is_handed_over_before_the_end(tmp_path: Path) -> None:
+    process = start_process(tmp_path, "--fake-step-ms", "5", "--drain-grace", "0.2")
+    service = TestService(f"ipc://{tmp_path}/e")
+    try:
+        service.hello(20.0)
+        until(lambda: (service.read(0.01), service.heartbeats and service.heartbeats[-1].load.state == 2)[1])
+        ids = [service.add([number], max_tokens=200) for number in range(12)]
+        service.wait(lambda: bool(service.answers[ids[0]].tokens))
+        process.send_signal(signal.SIGTERM)
+        answers = service.finish(*ids)
+        assert {answer.code for answer in answers} == {worker_pb2.FINISH_CODE_DRAINED}
+        end_process(process)
+    finally:
+        process.kill()
+        service.close()
+    assert process.returncode == 0
+
+
+def test_a_signal_while_loading_ends_at_once(tmp_path: Path) -> None:
+    process = start_process(tmp_path, "--num-pages", "4000000")  # takes a while to lay out
+    time.sleep(0)
+    until(lambda: (tmp_path / "e.lock").exists() or process.poll() is not None, 20.0)
+    process.send_signal(signal.SIGTERM)
+    log = end_process(process)
+    assert process.returncode == 0, log
+
+
+def test_a_worker_ends_with_its_launcher(tmp_path: Path) -> None:
+    launcher = (
+        "import subprocess, sys; p = subprocess.Popen(sys.argv[1:]); print(p.pid, flush=True); p.wait()"
+    )
+    command = [sys.executable, "-m", "worker", "--runner", "fake", "--model", "random:tiny", "--parent-watch"]
+    command += ["--engine-address", f"ipc://{tmp_path}/e", "--pages-address", f"ipc://{tmp_path}/p"]
+    command += ["--metrics-port", "-1"]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", launcher, *command],
+        stdout=subprocess.PIPE,
+        text=True,
+        stderr=subprocess.DEVNULL,
+    )
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    try:
+        service = TestService(f"ipc://{tmp_path}/e")
+        service.hello(20.0)
+        service.close()
+        parent.kill()
+        parent.wait()
+        until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    finally:
+        parent.kill()
+        parent.stdout.close()
+        if child.is_running():
+            child.kill()
+    until(lambda: list(tmp_path.iterdir()) == [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "named"),
+    [
+        (["--page-size", "0"], 2, "page_size"),
+        (["--model", "random:nothing"], 1, "nothing"),
+        (["--engine-address", "tcp://256.1.1.1:5"], 1, "start_failed"),
+        (["--metrics-host", "256.1.1.1"], 1, "start_failed"),
+    ],
+)
+def test_a_worker_that_cannot_start_says_why(
+    tmp_path: Path, flags: list[str], status: int, named: str
+) -> None:
+    process = start_process(tmp_path, *flags)
+    log = end_process(process)
+    assert process.returncode == status, log
+    assert named in log
+    assert "Traceback" not in log
+    assert [path for path in tmp_path.iterdir() if path.suffix == ".lock"] == []
+
+
+def test_the_environment_of_a_worker_is_read_once(tmp_path: Path) -> None:
+    environment = {**os.environ, "KVATLAS_WORKER_PAGE_SIZES": "4"}
+    command = [sys.executable, "-m", "worker", "--print-config"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 2
+    assert "KVATLAS_WORKER_PAGE_SIZES" in done.stderr

@@ -1,0 +1,216 @@
+"""Small parts of the service: the cap, the router, resume limits, ids, options, series."""
+
+import re
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from service.admission import Admission
+from service.fleet.resume import Attempts
+from service.fleet.router import Candidate, choose
+from service.handlers.convert import new_request_id, to_duration
+from service.metrics import E2E_BUCKETS, GAP_BUCKETS, ITL_BUCKETS, TTFT_BUCKETS, ServiceMetrics
+from service.server_options import server_options
+
+
+def test_the_cap_gives_so_many_permits_and_takes_each_back_once() -> None:
+    admission = Admission(2)
+    first, second = admission.enter(), admission.enter()
+    assert admission.enter() is None
+    assert first is not None
+    assert second is not None
+    first.release()
+    first.release()
+    assert admission.active == 1
+    assert admission.enter() is not None
+    assert admission.enter() is None
+
+
+def test_the_least_loaded_worker_is_chosen_and_the_avoided_only_if_alone() -> None:
+    one, two = Candidate("a", 3, 0), Candidate("b", 1, 0)
+    assert choose([]) is None
+    assert choose([one, two]) is two
+    assert choose([one, Candidate("b", 1, 9)]) is one
+    assert choose([one, two], avoid={"b"}) is one
+    assert choose([two], avoid={"b"}) is two
+
+
+def test_a_request_is_resumed_three_times_when_it_gets_on() -> None:
+    attempts = Attempts()
+    assert [attempts.start_next(tokens) for tokens in (5, 9, 12, 20)] == [True, True, True, False]
+    assert attempts.count == 3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "allowed"),
+    [([0, 0], [True, False]), ([5, 5, 5], [True, True, False]), ([0, 4, 4, 4], [True, True, True, False])],
+)
+def test_a_request_is_resumed_once_without_a_new_token(tokens: list[int], allowed: list[bool]) -> None:
+    attempts = Attempts()
+    assert [attempts.start_next(number) for number in tokens] == allowed
+
+
+def test_request_ids_are_uuids_of_version_7_and_sort_by_time() -> None:
+    ids = [new_request_id() for _ in range(200)]
+    assert len(set(ids)) == 200
+    for made in ids:
+        assert re.fullmatch(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}", made)
+    assert [made[:13] for made in ids] == sorted(made[:13] for made in ids)
+
+
+def test_durations_are_never_negative() -> None:
+    assert to_duration(-1).ToNanoseconds() == 0
+    assert to_duration(1.5).ToMilliseconds() == 1500
+
+
+def test_the_channel_options_are_those_of_the_table() -> None:
+    assert dict(server_options(processes=1, behind_balancer=False)) == {
+        "grpc.max_receive_message_length": 4194304,
+        "grpc.max_send_message_length": 4194304,
+        "grpc.keepalive_time_ms": 30000,
+        "grpc.keepalive_permit_without_calls": 1,
+        "grpc.keepalive_timeout_ms": 10000,
+        "grpc.http2.ping_timeout_ms": 10000,
+        "grpc.http2.min_ping_interval_without_data_ms": 10000,
+        "grpc.max_connection_idle_ms": 600000,
+        "grpc.so_reuseport": 0,
+    }
+    balanced = dict(server_options(processes=2, behind_balancer=True))
+    assert balanced["grpc.so_reuseport"] == 1
+    assert balanced["grpc.max_connection_age_ms"] == 1800000
+    assert "grpc.max_connection_age_grace_ms" not in balanced
+    assert "grpc.max_concurrent_streams" not in balanced
+
+
+SERIES = {
+    "kvatlas_requests": (
+        "counter",
+        {"outcome": {"completed", "cancelled", "deadline", "rejected", "failed"}},
+    ),
+    "kvatlas_prompt_tokens": ("counter", {}),
+    "kvatlas_generated_tokens": ("counter", {}),
+    "kvatlas_time_to_first_token_seconds": ("histogram", {}),
+    "kvatlas_inter_token_latency_seconds": ("histogram", {}),
+    "kvatlas_request_time_per_output_token_seconds": ("histogram", {}),
+    "kvatlas_request_duration_seconds": (
+        "histogram",
+        {"outcome": {"completed", "cancelled", "deadline", "rejected", "failed"}},
+    ),
+    "kvatlas_request_queue_seconds": ("histogram", {}),
+    "kvatlas_request_prefill_seconds": ("histogram", {}),
+    "kvatlas_request_prompt_tokens": ("histogram", {}),
+    "kvatlas_request_cached_tokens": ("histogram", {}),
+    "kvatlas_request_generated_tokens": ("histogram", {}),
+    "kvatlas_requests_waiting": ("gauge", {"reason": {"worker"}}),
+    "kvatlas_stream_merges": ("counter", {}),
+    "kvatlas_stream_queue_tokens": ("gauge", {}),
+    "kvatlas_stream_send_blocked_seconds": ("counter", {}),
+    "kvatlas_stream_slow_readers": ("counter", {}),
+    "kvatlas_page_watchers": ("gauge", {"mode": {"state", "events"}}),
+    "kvatlas_page_watch_lagged": ("counter", {}),
+    "kvatlas_resumes": ("counter", {"reason": {"crash", "partition", "drain"}}),
+    "kvatlas_resume_gap_seconds": ("histogram", {}),
+    "kvatlas_resume_prefix_tokens": ("counter", {"result": {"hit", "computed"}}),
+    "kvatlas_build": ("info", {}),
+    "grpc_server_started": ("counter", {}),
+    "grpc_server_handled": ("counter", {}),
+    "grpc_server_handling_seconds": ("histogram", {}),
+}
+
+
+def test_every_series_is_there_at_zero_from_the_first_scrape() -> None:
+    metrics = ServiceMetrics(CollectorRegistry(), version="1", commit="c")
+    families = {family.name: family for family in metrics.registry.collect()}
+    assert set(families) == set(SERIES)
+    for name, (kind, labels) in SERIES.items():
+        family = families[name]
+        assert family.type == kind
+        assert family.documentation
+        for label, values in labels.items():
+            assert {sample.labels[label] for sample in family.samples} == values
+        if name.startswith("kvatlas_") and kind != "info":
+            assert family.samples
+            assert all(sample.value == 0 for sample in family.samples)
+
+
+def test_the_edges_are_those_of_the_table() -> None:
+    assert (
+        tuple(
+            float(edge)
+            for edge in (
+                [
+                    ".001",
+                    ".005",
+                    ".01",
+                    ".02",
+                    ".04",
+                    ".06",
+                    ".08",
+                    ".1",
+                    ".15",
+                    ".25",
+                    ".35",
+                    ".5",
+                    ".75",
+                    "1",
+                    "1.5",
+                    "2.5",
+                    "5",
+                    "7.5",
+                    "10",
+                    "20",
+                    "40",
+                    "80",
+                ]
+            )
+        )
+        == TTFT_BUCKETS
+    )
+    assert (
+        tuple(
+            float(edge)
+            for edge in (
+                [
+                    ".001",
+                    ".002",
+                    ".003",
+                    ".005",
+                    ".0075",
+                    ".01",
+                    ".015",
+                    ".02",
+                    ".025",
+                    ".035",
+                    ".05",
+                    ".075",
+                    ".1",
+                    ".15",
+                    ".2",
+                    ".3",
+                    ".4",
+                    ".5",
+                    ".75",
+                    "1",
+                    "2.5",
+                    "5",
+                ]
+            )
+        )
+        == ITL_BUCKETS
+    )
+    assert (E2E_BUCKETS[0], E2E_BUCKETS[13], E2E_BUCKETS[-1]) == (0.01, 81.92, 327.68)
+    assert GAP_BUCKETS == (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+def test_edges_can_be_replaced() -> None:
+    metrics = ServiceMetrics(CollectorRegistry(), version="1", commit="c", ttft_buckets=(1.0, 2.0))
+    text = generate_latest(metrics.registry).decode()
+    edges = re.findall(r'kvatlas_time_to_first_token_seconds_bucket\{le="([^"]+)"\}', text)
+    assert edges == ["1.0", "2.0", "+Inf"]
+
+
+def test_building_the_series_twice_in_one_process_does_no_harm() -> None:
+    """B112."""
+    one, two = (ServiceMetrics(CollectorRegistry(), version="1", commit="c") for _ in range(2))
+    one.merges.inc(3)
+    assert two.registry.get_sample_value("kvatlas_stream_merges_total") == 0
