@@ -1,0 +1,118 @@
+"""One sample on its way out, without a worker and without a stream."""
+
+import asyncio
+from array import array
+from collections.abc import Iterator
+
+import pytest
+
+from service.handlers.choice import Choice
+from service.mailbox import Inbox, Mailbox
+from service.request import FinishCode, FinishReason, SequenceEnd, Stops
+from service.text.answer import AnswerText
+from service.text.stop_strings import StopMatcher, StopStrings
+from service.text.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    made = asyncio.new_event_loop()
+    yield made
+    made.close()
+
+
+def choice_of(loop: asyncio.AbstractEventLoop, stops: Stops, *, text: bool = True) -> Choice:
+    box = Mailbox(Inbox(loop), stops.max_tokens, loop)
+    matcher = StopMatcher(StopStrings(stops.strings)) if stops.strings else None
+    answer = AnswerText(Tokenizer.toy().detokenizer(), matcher) if text else None
+    return Choice(0, box, answer, stops)
+
+
+def put(choice: Choice, data: bytes) -> None:
+    for token in data:
+        choice.box.put(token)
+
+
+@pytest.mark.parametrize(
+    ("code", "given", "reason"),
+    [
+        (FinishCode.EOS, True, FinishReason.EOS),
+        (FinishCode.MAX_TOKENS, True, FinishReason.MAX_TOKENS),
+        (FinishCode.MAX_TOKENS, False, FinishReason.CONTEXT_LENGTH),
+        (FinishCode.CONTEXT_LENGTH, True, FinishReason.CONTEXT_LENGTH),
+        (FinishCode.TIME_LIMIT, True, FinishReason.TIME_LIMIT),
+        (FinishCode.ABORTED, True, FinishReason.CANCELLED),
+    ],
+)
+def test_each_code_of_the_worker_has_its_reason(
+    loop: asyncio.AbstractEventLoop, code: FinishCode, given: bool, reason: FinishReason
+) -> None:
+    choice = choice_of(loop, Stops(9, is_limit_given=given))
+    put(choice, b"ab")
+    choice.box.finish(SequenceEnd(1, code))
+    piece = choice.take()
+    assert piece.finish is not None
+    assert piece.finish.reason is reason
+
+
+def test_offsets_count_the_tokens_before(loop: asyncio.AbstractEventLoop) -> None:
+    choice = choice_of(loop, Stops(99))
+    offsets = []
+    for data in (b"a", b"bcd", b"ef"):
+        put(choice, data)
+        piece = choice.take()
+        offsets.append((piece.offset, len(piece.token_ids), piece.text))
+    assert offsets == [(0, 1, "a"), (1, 3, "bcd"), (4, 2, "ef")]
+    assert choice.num_tokens == 6
+
+
+@pytest.mark.parametrize("split", range(1, 8))
+def test_a_stop_string_cuts_at_the_same_token_however_late_the_reader_is(
+    loop: asyncio.AbstractEventLoop, split: int
+) -> None:
+    choice = choice_of(loop, Stops(99, strings=("de",)))
+    data, text, count = b"abcdefgh", "", 0
+    for part in (data[:split], data[split:]):
+        put(choice, part)
+        if choice.finish is None:
+            piece = choice.take()
+            text, count = text + piece.text, count + len(piece.token_ids)
+    assert (text, count, choice.num_tokens) == ("abc", 5, 5)
+    assert choice.finish is not None
+    assert choice.finish.stop_string == "de"
+
+
+def test_the_stop_token_is_counted_and_named_but_not_shown(loop: asyncio.AbstractEventLoop) -> None:
+    choice = choice_of(loop, Stops(99, token_ids=(ord("x"),)))
+    put(choice, b"abx")
+    choice.box.finish(SequenceEnd(1, FinishCode.STOP_TOKEN))
+    piece = choice.take()
+    assert (piece.text, len(piece.token_ids)) == ("ab", 3)
+    assert piece.finish is not None
+    assert piece.finish.stop_token_id == ord("x")
+
+
+def test_ids_alone_need_no_text(loop: asyncio.AbstractEventLoop) -> None:
+    choice = choice_of(loop, Stops(99), text=False)
+    put(choice, b"\xf0\x9f")
+    choice.box.finish(SequenceEnd(1, FinishCode.MAX_TOKENS))
+    piece = choice.take()
+    assert (piece.text, piece.token_ids) == ("", array("I", [0xF0, 0x9F]))
+    assert piece.has_content
+
+
+def test_an_end_alone_has_no_content(loop: asyncio.AbstractEventLoop) -> None:
+    choice = choice_of(loop, Stops(99))
+    put(choice, b"a")
+    choice.take()
+    choice.box.finish(SequenceEnd(1, FinishCode.ABORTED))
+    assert not choice.take().has_content
+
+
+def test_a_closed_choice_holds_no_text_and_no_tokens(loop: asyncio.AbstractEventLoop) -> None:
+    """H10: an abort drops the detokenizer's state."""
+    choice = choice_of(loop, Stops(99, strings=("zz",)))
+    put(choice, b"abc")
+    choice.close()
+    assert choice._answer is None
+    assert not choice.box.tokens
