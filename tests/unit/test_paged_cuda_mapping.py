@@ -29,7 +29,7 @@ def test_the_template_constants_are_those_of_the_document() -> None:
 
 
 def test_only_the_compiled_shapes_exist() -> None:
-    """S2-32: block sizes 8, 16, 32 and head sizes 32..256."""
+    """S2-32, M-29: block sizes 8, 16, 32 and head sizes 32..256; any other is refused by name."""
     for block_size in (1, 4, 64):
         with pytest.raises(ValueError, match="block_size"):
             KernelShape(head_size=128, block_size=block_size)
