@@ -16,6 +16,7 @@ class Inbox:
     """All that workers say about one request; wakes its one reader."""
 
     __slots__ = (
+        "_has_news",
         "_loop",
         "_open",
         "_waiter",
@@ -30,6 +31,7 @@ class Inbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._waiter: asyncio.Future[None] | None = None
+        self._has_news = False  # something came while nobody waited
         self.boxes: list[Mailbox] = []
         self._open = 0  # boxes whose end has not come
         self.on_all_ended: Callable[[bool], None] | None = None  # told True, and False when one goes on again
@@ -52,6 +54,7 @@ class Inbox:
 
     def wake(self) -> None:
         """Lets the reader look again. Cheap when nobody waits."""
+        self._has_news = True
         waiter = self._waiter
         if waiter is not None:
             self._waiter = None
@@ -59,13 +62,11 @@ class Inbox:
                 waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Returns after the next wake(). The caller has looked at everything since the last one."""
-        waiter = self._waiter = self._loop.create_future()
-        try:
-            await waiter
-        finally:
-            if self._waiter is waiter:
-                self._waiter = None
+        """Returns when there was a wake() since the last wait() returned; the caller looks at everything."""
+        if not self._has_news:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        self._has_news = False
 
     @property
     def unread(self) -> int:
@@ -129,7 +130,7 @@ class Mailbox:
     @property
     def is_ready(self) -> bool:
         """Whether a take is due: enough tokens, the hold is over, or the end."""
-        return self.unread >= self._need or self.end is not None
+        return len(self.tokens) - self.taken >= self._need or self.end is not None
 
     def put(self, token_id: int) -> None:
         """A token came."""

@@ -5,6 +5,7 @@ Owns what was sent of a sample and why it ended. Knows no worker and no stream.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from service.mailbox import Mailbox
 from service.request import FinishCode, FinishReason, Scores, Stops
@@ -30,11 +31,10 @@ class Finish:
     stop_token_id: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """What one take of a mailbox comes to; `offset` counts the tokens before it."""
 
-    index: int
+    sample: int
     text: str
     token_ids: Sequence[int]
     scores: Scores | None

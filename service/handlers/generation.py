@@ -48,9 +48,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             answers = [_Answer() for _ in run.choices]
             while (pieces := run.take()) is not None:
                 for piece in pieces:
-                    self._collect(run, answers[piece.index], piece)
-                if not pieces:
-                    await run.wait()
+                    self._collect(run, answers[piece.sample], piece)
+                if not ends_any(pieces):
+                    await run.inbox.wait()
             response = self._response(run, answers)
             await context.send_initial_metadata(((REQUEST_ID_KEY, run.request.request_id),))
             return response
@@ -186,28 +186,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         token_bytes = self._backstage.prompts.tokenizer.token_bytes
         while (pieces := run.take()) is not None:
             for piece in pieces:
-                await self._send(run, shape, stream, piece, token_bytes)
-            if not pieces:
-                await run.wait()
+                self._count(run, shape, piece)
+                if piece.has_content:
+                    await stream.write(respond.delta(piece, run.request.output, token_bytes))
+                if piece.finish is not None:
+                    await stream.write(respond.choice_finished(piece))
+            if not ends_any(pieces):
+                await run.inbox.wait()
         await stream.write(respond.summary(run, token_bytes))
 
-    async def _send(
-        self,
-        run: GenerationRun,
-        shape: StreamShape,
-        stream: "_Stream",
-        piece: Piece,
-        token_bytes: convert.TokenBytes,
-    ) -> None:
+    def _count(self, run: GenerationRun, shape: StreamShape, piece: Piece) -> None:
         count = len(piece.token_ids)
         if count:
-            run.account.tokens(piece.index, count, monotonic(), are_sent=True)
+            run.account.tokens(piece.sample, count, monotonic(), are_sent=True)
             if count > shape.min_tokens:
                 self._backstage.metrics.merges.inc(count - shape.min_tokens)
-        if piece.has_content:
-            await stream.write(respond.delta(piece, run.request.output, token_bytes))
-        if piece.finish is not None:
-            await stream.write(respond.choice_finished(piece))
 
     def _set_patience(self, patience: asyncio.Timeout, ended: bool) -> None:
         limit = self._backstage.config.slow_reader_seconds
@@ -217,7 +210,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def _collect(self, run: GenerationRun, answer: "_Answer", piece: Piece) -> None:
         if piece.token_ids:
-            run.account.tokens(piece.index, len(piece.token_ids), monotonic(), are_sent=False)
+            run.account.tokens(piece.sample, len(piece.token_ids), monotonic(), are_sent=False)
         answer.texts.append(piece.text)
         if run.request.output.ids:
             answer.token_ids.extend(piece.token_ids)
@@ -242,6 +235,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def _model_id(self) -> str:
         facts = self._backstage.pool.facts
         return facts.model_id if facts is not None else ""
+
+
+def ends_any(pieces: Sequence[Piece]) -> bool:
+    """Whether a sample ended: then all may be over, and nobody would wake a reader that waits."""
+    return any(piece.finish is not None for piece in pieces)
 
 
 @dataclass(slots=True)

@@ -36,8 +36,8 @@ def delta(piece: Piece, output: Output, token_bytes: TokenBytes) -> pb.StreamGen
     """New tokens: the hot message."""
     message = pb.StreamGenerateResponse()
     fields = message.delta
-    if piece.index:
-        fields.index = piece.index
+    if piece.sample:
+        fields.index = piece.sample
     if output.text:
         fields.text = piece.text
     if output.ids:
@@ -53,7 +53,7 @@ def choice_finished(piece: Piece) -> pb.StreamGenerateResponse:
     """A sample ended."""
     assert piece.finish is not None, "only the last piece of a sample ends it"
     finished = pb.ChoiceFinished(
-        index=piece.index,
+        index=piece.sample,
         finish_reason=int(piece.finish.reason),  # type: ignore[arg-type]  # the numbers are the enum's
         stop_string=piece.finish.stop_string,
         completion_tokens=piece.offset + len(piece.token_ids),

@@ -102,7 +102,7 @@ class GenerationRun:
         return self.start is not None or all(choice.box.end is not None for choice in self.choices)
 
     async def wait(self, seconds: float | None = None) -> None:
-        """Returns when something has happened, or after `seconds`. Call settle() or take() next."""
+        """Returns when something has happened since the last wait, or after `seconds`."""
         if seconds is None:
             await self.inbox.wait()
             return
