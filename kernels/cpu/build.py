@@ -21,7 +21,6 @@ COMPILERS = ("c++", "g++", "clang++")
 # psabi and uninitialized: GCC warns of its own headers. The code asks for fused multiply-adds only where the
 # processor has them, and a fused one is never less exact.
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=fast", "-Wno-psabi", "-w")
-NATIVE = "-march=native"
 _BUILD_SECONDS = 300
 
 
@@ -37,18 +36,24 @@ def default_cache_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="kvatlas-kernels-"))
 
 
-def build(cache_folder: Path | None = None) -> Path | None:
-    """The shared library, built unless the cache has it; None, with a line in the log, where it cannot be."""
+def build(cache_folder: Path | None = None, *, architecture: str = "native") -> Path | None:
+    """The shared library, built unless the cache has it; None, with a line in the log, where it cannot be.
+
+    `architecture` is what follows -march=; another one than native is for tests.
+    """
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         log.warning("cpu kernels not built reason=no_compiler tried=%s", ",".join(COMPILERS))
         return None
     folder = cache_folder or default_cache_folder()
-    library = folder / f"cpu-{_key(compiler)}.so"
+    library = folder / f"cpu-{_key(compiler, architecture)}.so"
     if library.exists():
         return library
     began = time.monotonic()
-    for flags in ((*FLAGS, NATIVE), FLAGS):  # some compilers do not know the processor they run on
+    for flags in (
+        (*FLAGS, f"-march={architecture}"),
+        FLAGS,
+    ):  # some compilers do not know the processor they run on
         error = _compile(compiler, flags, library)
         if error is None:
             seconds = time.monotonic() - began
@@ -58,10 +63,10 @@ def build(cache_folder: Path | None = None) -> Path | None:
     return None
 
 
-def _key(compiler: str) -> str:
+def _key(compiler: str, architecture: str) -> str:
     """Changes with the sources, the flags, the compiler and the processor."""
     digest = hashlib.sha256()
-    for part in (*FLAGS, NATIVE, _version(compiler), _processor()):
+    for part in (*FLAGS, architecture, _version(compiler), _processor()):
         digest.update(part.encode() + b"\0")
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())

@@ -67,11 +67,13 @@ Digits digits_of(const float* x) {
     const float max = largest_lane(largest);
     Digits out{};
     out.scale = max / kLargest;
-    // Not finite: the scale carries it into every product. Too small to invert: nothing is lost as zeros.
-    if (!(max > 1e-30f) || !(max <= 3.4e38f)) {
-        if (max > 1e-30f || max != max || sum_of_lanes(a + b) != sum_of_lanes(a + b)) out.scale = NAN;
+    // Not finite: the scale carries it into every product. Comparing finds NaN, which a maximum may pass over.
+    const bool has_nan = (_mm512_cmp_ps_mask(__m512(a), __m512(b), _CMP_UNORD_Q)) != 0;
+    if (has_nan || max > 3.4e38f) {
+        out.scale = NAN;
         return out;
     }
+    if (max < 1e-30f) return out;  // too small to invert; as zeros nothing is lost
     const __m512 inverse = _mm512_set1_ps(kLargest / max);
     const __m512i bias = _mm512_set1_epi32(128), mask = _mm512_set1_epi32(255);
     __m512i sum = _mm512_setzero_si512();

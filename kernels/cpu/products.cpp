@@ -12,12 +12,11 @@ namespace kv {
 namespace {
 
 constexpr int kChunk = 128;  // features summed before their sum is added to the total
+constexpr int kDirectRows = 4;  // up to here weights are unpacked on the fly for all rows at once
 #if defined(__AVX512F__)
 constexpr int kRows = 12, kTiles = 2;  // 24 accumulators of 32 vector registers
-constexpr int kDirectRows = 8;         // up to here weights are unpacked on the fly for all rows at once
 #else
 constexpr int kRows = 6, kTiles = 1;
-constexpr int kDirectRows = 4;
 #endif
 
 // Each format: bytes of a tile, and `each`, which calls visit(k, weights of NR tiles) for features k0 .. k0 + count - 1.
@@ -42,6 +41,7 @@ using F32 = Dense<float, load>;
 using F16 = Dense<uint16_t, load_halves>;
 using BF16 = Dense<uint16_t, load_brains>;
 
+#if !defined(__AVX512VNNI__)  // else integer_products.cpp has these formats; they take seconds to compile
 struct Q8Block {
     uint16_t scale[kLanes];  // fp16
     int8_t q[kBlock][kLanes];
@@ -105,6 +105,8 @@ struct Q4_1 {
         }
     }
 };
+
+#endif
 
 // sums[MR][NR] = products of one chunk. a: [count][MR].
 template <typename W, int MR, int NR>
@@ -280,8 +282,10 @@ int64_t tile_bytes(int format, int64_t k) {
     switch (format) {
         case kF32: return F32::tile_bytes(k);
         case kF16: case kBF16: return F16::tile_bytes(k);
+#if !defined(__AVX512VNNI__)
         case kQ8_0: return Q8_0::tile_bytes(k);
         case kQ4_1: return Q4_1::tile_bytes(k);
+#endif
         default: return -1;
     }
 }
@@ -293,6 +297,7 @@ void pack_row(int format, const uint8_t* row, int64_t k, int64_t index, uint8_t*
         for (int64_t at = 0; at < k; at++) std::memcpy(tile + (at * kLanes + lane) * 4, row + at * 4, 4);
     } else if (format == kF16 || format == kBF16) {
         for (int64_t at = 0; at < k; at++) std::memcpy(tile + (at * kLanes + lane) * 2, row + at * 2, 2);
+#if !defined(__AVX512VNNI__)
     } else if (format == kQ8_0) {
         Q8Block* to = reinterpret_cast<Q8Block*>(tile);
         for (int64_t b = 0; b < k / kBlock; b++, row += 34) {  // scale, 32 bytes
@@ -309,6 +314,7 @@ void pack_row(int format, const uint8_t* row, int64_t k, int64_t index, uint8_t*
                 to[b].q[at / 8][lane] |= q << (4 * (at % 8));
             }
         }
+#endif
     }
 }
 
@@ -355,8 +361,10 @@ int kv_product(int format, const uint8_t* weights, const float* bias, const floa
     else if (format == kF32) multiply_as<F32>(p);
     else if (format == kF16) multiply_as<F16>(p);
     else if (format == kBF16) multiply_as<BF16>(p);
+#if !defined(__AVX512VNNI__)
     else if (format == kQ8_0) multiply_as<Q8_0>(p);
-    else multiply_as<Q4_1>(p);
+    else if (format == kQ4_1) multiply_as<Q4_1>(p);
+#endif
     return 0;
 }
 }

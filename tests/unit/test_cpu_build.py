@@ -1,0 +1,80 @@
+"""The C++ is built once, whole or not at all, and its absence is no failure."""
+
+import logging
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.cpu import build as building
+from kernels.cpu.library import CpuLibrary
+from kernels.cpu_backend import CpuBackend
+
+
+@pytest.fixture
+def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "one.cpp").write_text('extern "C" int one() { return 1; }\n')
+    monkeypatch.setattr(building, "SOURCES", folder)
+    return folder
+
+
+def test_a_second_start_compiles_nothing(small_sources: Path, tmp_path: Path) -> None:
+    first = building.build(tmp_path)
+    assert first is not None
+    stamp = first.stat().st_mtime_ns
+    assert building.build(tmp_path) == first
+    assert first.stat().st_mtime_ns == stamp
+
+
+def test_changed_sources_are_another_library(small_sources: Path, tmp_path: Path) -> None:
+    first = building.build(tmp_path)
+    (small_sources / "one.cpp").write_text('extern "C" int one() { return 2; }\n')
+    assert building.build(tmp_path) != first
+
+
+def test_a_broken_build_leaves_nothing_and_says_why(
+    small_sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (small_sources / "two.cpp").write_text("this is no C++\n")
+    with caplog.at_level(logging.WARNING):
+        assert building.build(tmp_path) is None
+    assert "reason=compiler_failed" in caplog.text
+    assert list(tmp_path.glob("*.so")) == []
+    assert list(tmp_path.glob("build-*")) == []
+
+
+def test_without_a_compiler_torch_does_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(building, "COMPILERS", ("no-such-compiler",))
+    with caplog.at_level(logging.WARNING):
+        assert building.build(tmp_path) is None
+    assert "reason=no_compiler" in caplog.text
+    assert not CpuBackend(compiled=False).is_compiled
+
+
+def test_an_unknown_architecture_falls_back_to_the_compilers_own(small_sources: Path, tmp_path: Path) -> None:
+    assert building.build(tmp_path, architecture="no-such-processor") is not None
+
+
+def test_a_library_that_lacks_a_function_is_refused(small_sources: Path, tmp_path: Path) -> None:
+    path = building.build(tmp_path)
+    assert path is not None
+    with pytest.raises(AttributeError, match="kv_"):
+        CpuLibrary(path)
+
+
+def test_the_default_cache_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = building.default_cache_folder()
+    assert folder.is_relative_to(tmp_path)
+    assert stat.S_IMODE(folder.stat().st_mode) & 0o022 == 0
+
+
+def test_threads_follow_torch() -> None:
+    backend = CpuBackend()
+    assert backend.is_compiled
+    assert torch.get_num_threads() >= 1
