@@ -10,7 +10,7 @@ from kvatlas.models.errors import ModelError
 from worker import log
 from worker.config import ConfigError, from_args, wants_print
 from worker.devices import choose_device
-from worker.link.addresses import AddressInUse
+from worker.link.addresses import AddressError
 from worker.process import WorkerProcess
 
 USAGE_STATUS = 2
@@ -30,23 +30,28 @@ def main(arguments: Sequence[str]) -> int:
         print(config.printable())  # noqa: T201
         return 0
     log.set_up(config.log_level)
+    signals = Signals()
     try:
         with WorkerProcess(config, choose_device(config)) as worker:
-            _install_signals(worker)
+            signals.worker = worker
             return worker.run()
-    except (ConfigError, ModelError, AddressInUse, OSError) as error:
+    except (ConfigError, ModelError, AddressError, OSError) as error:
         log.log_event(logger, logging.ERROR, "start_failed", why=error)
         return START_STATUS
 
 
-def _install_signals(worker: WorkerProcess) -> None:
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if worker.is_loading:
-            raise SystemExit(0)  # nothing runs: the with-block above ends what was begun
-        worker.stop()
+class Signals:
+    """SIGTERM and SIGINT drain the worker, the second at once; before it serves they end the process."""
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+    def __init__(self) -> None:
+        self.worker: WorkerProcess | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.worker is None or self.worker.is_loading:
+            raise SystemExit(0)  # nothing runs: what was begun ends on the way out
+        self.worker.stop()
 
 
 if __name__ == "__main__":

@@ -38,6 +38,10 @@ from worker.stats import SequenceView
 logger = logging.getLogger("worker.engine")
 
 
+class BadCall(Exception):
+    """A call that cannot be meant; the text is for the caller."""
+
+
 class Obedience:
     """Carries out commands, one at a time; none of them can end the loop."""
 
@@ -96,6 +100,10 @@ class Obedience:
     def _answer(self, command: ReadRows | Flush, work: Callable[[], LinkMessage]) -> None:
         try:
             self._outputs.put(work())
+        except BadCall as error:
+            self._outputs.put(
+                CallFailure(command.ticket, CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD, str(error))
+            )
         except Exception as error:
             logger.exception("event=command_failed")
             failure = CallFailure(
@@ -113,7 +121,7 @@ class Obedience:
         views = {view.row: view for view in self._scheduler.sequence_views() if view.row is not None}
         wanted = list(command.rows) or sorted(views)
         if any(row > self._pool.max_running for row in wanted):
-            raise ValueError(f"row {max(wanted)}, the last is {self._pool.max_running}")
+            raise BadCall(f"row {max(wanted)}, the last is {self._pool.max_running}")
         rows = [self._row(row, views.get(Row(row))) for row in wanted]
         if command.from_device:
             on_device = self._runner.read_rows(wanted, [len(row.slots) for row in rows])

@@ -23,7 +23,7 @@ from worker.devices import Device, DeviceFacts, row_width
 from worker.engine import Engine, EngineSettings
 from worker.execution.runner import Runner
 from worker.ids import Row, SequenceId
-from worker.link.addresses import IpcGuard, check_private, zmq_address
+from worker.link.addresses import IpcGuard
 from worker.link.http import StatusServer
 from worker.link.publisher import PageFeed
 from worker.link.server import EngineLink
@@ -82,6 +82,7 @@ class WorkerProcess:
         epoch, start = time.time_ns(), self._clock()
         key = bytes.fromhex(config.fingerprint_key) or os.urandom(16)
         self._scheduler = scheduler = Scheduler(_scheduler_config(config, facts, key, start))
+        self.ring = scheduler.cache.events
         self.commands: CommandQueue[EngineCommand] = CommandQueue(COMMAND_LIMIT)
         self.outputs: OutputQueue[LinkMessage] = OutputQueue(OUTPUT_LIMIT)
         stack.callback(self.outputs.close)
@@ -92,19 +93,19 @@ class WorkerProcess:
         stack.callback(guard.release)
         for address in (config.engine_address, config.pages_address):
             guard.take(address)
-            check_private(address)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         stack.callback(context.term)
         description = _description(config, facts, epoch, key)
         feed = PageFeed(
             context,
-            zmq_address(config.pages_address),
+            config.pages_address,
             description=description,
-            ring=scheduler.cache.events,
+            ring=self.ring,
             calls=calls,
             answers=self.outputs,
         )
         stack.callback(feed.close)
+        self.feed = feed
         description = feed.description  # with the real port
         self.description = description
         self.board = board = first_board(description, start)
@@ -113,7 +114,7 @@ class WorkerProcess:
             board.load = load
 
         self.observer = observer = Observer(
-            scheduler.cache.events,
+            self.ring,
             self.observations,
             num_pages=config.num_pages,
             page_size=config.page_size,
@@ -123,6 +124,7 @@ class WorkerProcess:
             sink=feed,
             clock=self._clock,
         )
+        stack.callback(observer.close)
 
         def ask_observer(call: ObserverCall) -> bool:
             is_taken = calls.put(call)
@@ -131,7 +133,7 @@ class WorkerProcess:
 
         self.link = link = EngineLink(
             context,
-            zmq_address(config.engine_address),
+            config.engine_address,
             commands=self.commands,
             outputs=self.outputs,
             status=board,
@@ -139,6 +141,7 @@ class WorkerProcess:
             on_failure=self._fail,
             clock=self._clock,
         )
+        stack.callback(link.close)  # before the observer, whose answers it sends
         WorkerCollector(
             registry,
             description,
@@ -152,9 +155,6 @@ class WorkerProcess:
                 config.metrics_host, config.metrics_port, registry=registry, board=board, clock=self._clock
             )
             stack.callback(self.http.close)
-        # The link ends before the observer: its last messages are answers of both.
-        stack.callback(observer.close)
-        stack.callback(link.close)
         observer.start()
         link.start()
         if config.parent_watch:

@@ -14,6 +14,7 @@ from kvatlas.worker.v1 import worker_pb2
 from worker.channels import CommandQueue, OutputQueue
 from worker.description import ModelDescription, PoolDescription, WorkerDescription, WorkerState
 from worker.ids import SequenceId
+from worker.link.addresses import AddressError
 from worker.link.server import EngineLink
 from worker.link.testing import TestService
 from worker.messages import (
@@ -334,7 +335,7 @@ def test_a_full_command_queue_holds_services_back_and_loses_nothing(tmp_path: Pa
 
 
 def test_an_address_in_use_is_an_error_and_leaves_nothing(bench: LinkBench) -> None:
-    with pytest.raises(zmq.ZMQError):
+    with pytest.raises(AddressError, match="tcp://256"):
         EngineLink(
             bench.context,
             "tcp://256.0.0.1:1",

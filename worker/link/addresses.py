@@ -14,8 +14,8 @@ from typing import IO
 import zmq
 
 
-class AddressInUse(Exception):
-    """Another worker lives at this address; the text is for the user."""
+class AddressError(Exception):
+    """An address that this worker cannot have; the text is for the user."""
 
 
 class IpcGuard:
@@ -26,20 +26,23 @@ class IpcGuard:
         self._made_folders: set[Path] = set()
 
     def take(self, address: str) -> None:
-        """Makes the folder (mode 0700) and takes the lock. Raises AddressInUse, OSError."""
+        """Makes the folder (mode 0700) and takes the lock. Raises AddressError."""
         if not address.startswith("ipc://"):
             return
         path = Path(address.removeprefix("ipc://"))
-        if not path.parent.exists():
-            path.parent.mkdir(mode=0o700, parents=True)
-            self._made_folders.add(path.parent)
-        lock_path = path.with_name(path.name + ".lock")
-        lock = open(lock_path, "wb")  # noqa: SIM115  # held until release
+        try:
+            if not path.parent.exists():
+                path.parent.mkdir(mode=0o700, parents=True)
+                self._made_folders.add(path.parent)
+            _check_private(path.parent)
+            lock = open(path.with_name(path.name + ".lock"), "wb")  # noqa: SIM115  # held until release
+        except OSError as error:
+            raise AddressError(f"{address}: {error}") from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.close()
-            raise AddressInUse(f"{address}: another worker has it") from None
+            raise AddressError(f"{address}: another worker has it") from None
         self._locks.append((path, lock))
 
     def release(self) -> None:
@@ -55,23 +58,29 @@ class IpcGuard:
         self._locks.clear()
 
 
-def zmq_address(address: str) -> str:
+def _zmq_address(address: str) -> str:
     """As libzmq takes it: port 0 is a wildcard there."""
     if address.startswith("tcp://") and address.endswith(":0"):
         return address[:-1] + "*"
     return address
 
 
-def check_private(address: str) -> None:
-    """Raises PermissionError when others could reach the folder of an ipc address."""
-    if not address.startswith("ipc://"):
-        return
-    folder = Path(address.removeprefix("ipc://")).parent
+def _check_private(folder: Path) -> None:
+    """Raises PermissionError when others could put a socket of their own there."""
     status = os.stat(folder)
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(
             f"{folder} is not private: owner {status.st_uid}, mode {status.st_mode & 0o777:o}"
         )
+
+
+def bind(socket: "zmq.Socket[bytes]", address: str) -> None:
+    """Binds a new socket, or closes it and raises AddressError."""
+    try:
+        socket.bind(_zmq_address(address))
+    except zmq.ZMQError as error:
+        socket.close()
+        raise AddressError(f"{address}: {error.strerror}") from None
 
 
 def advertised(address: str) -> str:

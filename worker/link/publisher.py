@@ -13,7 +13,7 @@ import zmq
 from worker.channels import Handover, OutputQueue
 from worker.description import WorkerDescription
 from worker.link import page_codec
-from worker.link.addresses import advertised, last_endpoint
+from worker.link.addresses import advertised, bind, last_endpoint
 from worker.log import log_event
 from worker.messages import (
     CallError,
@@ -58,7 +58,7 @@ class PageFeed:
         self._ring = ring
         self._calls = calls
         self._answers = answers
-        self._topics: set[bytes] = set()
+        self.topics: set[bytes] = set()  # that somebody listens to
         self._delta_number = 0  # revision of the last message of topic d
         self._event_number = 0  # of topic e
         self._rebuilds_seen = 0
@@ -66,11 +66,7 @@ class PageFeed:
         self._socket = context.socket(zmq.XPUB)
         self._socket.set(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
         self._socket.set(zmq.LINGER, 0)
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError:
-            self._socket.close()
-            raise
+        bind(self._socket, address)
         # What services are told has the real port.
         self.description = replace(description, pages_address=advertised(last_endpoint(self._socket)))
 
@@ -92,7 +88,7 @@ class PageFeed:
                     self._answer_snapshot(call, fold, pool)
                 case ReplayCall():
                     self._answer_replay(call, pool)
-        return PUBLISH_SECONDS if self._topics else IDLE_SECONDS
+        return PUBLISH_SECONDS if self.topics else IDLE_SECONDS
 
     def _take_subscriptions(self, pool: PoolTotals) -> None:
         while True:
@@ -102,12 +98,12 @@ class PageFeed:
                 return
             topic = request[1:]
             if request[:1] == b"\x01" and topic in (DELTAS, EVENTS):
-                self._topics.add(topic)
+                self.topics.add(topic)
                 if topic == EVENTS:
                     self._event_number = pool.revision
                 log_event(logger, logging.DEBUG, "feed_subscribed", topic=topic.decode())
             elif request[:1] == b"\x00":
-                self._topics.discard(topic)
+                self.topics.discard(topic)
 
     def _publish_delta(self, fold: Fold, pool: PoolTotals, now: float) -> None:
         if fold.num_rebuilds != self._rebuilds_seen:
@@ -119,7 +115,7 @@ class PageFeed:
         delta = take_delta(fold.ledger, fold.book, self._delta_number)
         num_events = pool.revision - self._delta_number
         self._delta_number = pool.revision
-        if DELTAS not in self._topics or (delta.is_empty and now < self._next_sign):
+        if DELTAS not in self.topics or (delta.is_empty and now < self._next_sign):
             return
         self._next_sign = now + SIGN_OF_LIFE_SECONDS
         message = page_codec.delta_feed(
@@ -133,7 +129,7 @@ class PageFeed:
         self._send(DELTAS, message.SerializeToString())
 
     def _publish_events(self, fold: Fold, pool: PoolTotals) -> None:
-        if EVENTS not in self._topics or self._event_number >= pool.revision:
+        if EVENTS not in self.topics or self._event_number >= pool.revision:
             return
         started, ended = fold.started, fold.ended_owners
         while self._event_number < pool.revision:

@@ -17,7 +17,7 @@ from kvatlas.worker.v1 import worker_pb2
 from worker.channels import CommandQueue, OutputQueue
 from worker.description import WorkerState
 from worker.link import codec, status_codec
-from worker.link.addresses import last_endpoint
+from worker.link.addresses import bind, last_endpoint
 from worker.link.commands import CommandDesk
 from worker.link.peers import Peer, Peers, Refused
 from worker.log import log_event
@@ -86,11 +86,7 @@ class EngineLink:
         self._socket.set(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
         self._socket.set(zmq.RCVHWM, SEND_HIGH_WATER_MARK)
         self._socket.set(zmq.LINGER, 0)
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError:
-            self._socket.close()
-            raise
+        bind(self._socket, address)
         self.address = last_endpoint(self._socket)
         self._poll_all = zmq.Poller()
         self._poll_all.register(outputs.wakeup.fileno(), zmq.POLLIN)

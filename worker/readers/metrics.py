@@ -235,6 +235,13 @@ class WorkerCollector(Collector):
         self._watermark_pages = watermark_pages
         registry.register(self)
 
+    def describe(self) -> Iterable[Metric]:
+        """Names alone: a registry refuses a second collector of the same series (B112)."""
+        for series in SERIES:
+            yield series.kind("kvatlas_" + series.name, series.help, labels=list(series.labels))
+        yield InfoMetricFamily("kvatlas_pool", "")
+        yield InfoMetricFamily("kvatlas_build", "")
+
     def collect(self) -> Iterable[Metric]:
         """One scrape."""
         view = self._view()
