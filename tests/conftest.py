@@ -161,7 +161,9 @@ def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSer
 @pytest.fixture(scope="session")
 def real_server(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator[RunningServer]:
     """A server with the embedded model on the CPU."""
-    server = _start_server(tmp_path_factory.mktemp("real"), "--model", str(model_path), "--num-pages", "255")
+    # One thread: with two and a busy machine every parallel region waits for the thread that was preempted.
+    settings = ("--num-pages", "255", "--set-worker", "threads=1")
+    server = _start_server(tmp_path_factory.mktemp("real"), "--model", str(model_path), *settings)
     yield server
     _stop_server(server)
 

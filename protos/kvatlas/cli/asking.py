@@ -63,7 +63,7 @@ def describe(summary: Summary) -> list[str]:
         f"prompt {usage.prompt_tokens} tokens{_cached(usage)} · answer {usage.completion_tokens} tokens"
         f"{_speed(usage, timing)}",
         f"pages: {usage.kv.peak_pages} at most, {usage.kv.reused_pages} from the cache"
-        f"{_copies(usage)} · {usage.kv.page_seconds:.2f} page-seconds{_trouble(usage)}",
+        f"{_copies(usage)}{_bill(usage)}{_trouble(usage)}",
     ]
 
 
@@ -85,6 +85,10 @@ def _speed(usage: Usage, timing: Timing) -> str:
 
 def _copies(usage: Usage) -> str:
     return f", {usage.kv.copied_pages} copied" if usage.kv.copied_pages else ""
+
+
+def _bill(usage: Usage) -> str:
+    return f" · {usage.kv.page_seconds:.2f} page-seconds" if usage.kv.page_seconds else ""
 
 
 def _trouble(usage: Usage) -> str:

@@ -30,11 +30,13 @@ POLL_SECONDS = 0.05
 LOOK_AFTER_TOKENS = 24  # into an answer, for the map during it
 
 SYSTEM = (
-    "You are the librarian of a small town. You answer questions about the sky, the sea and the earth in "
-    "plain words that a child of ten understands. You give one reason and one example, and you never use "
-    "a word that needs a dictionary. You are friendly, and you keep to two short sentences. "
+    "You answer questions about this text in one or two short sentences.\n\n"
+    "The lighthouse of Skarholm stands on a rock in the North Sea. It was built in 1874 by Anna Lindqvist, "
+    "who was also its first keeper. Its lamp burns whale oil and can be seen from thirty miles away. Every "
+    "evening the keeper climbs 212 steps to light it. In the winter of 1901 a storm cut the island off for "
+    "forty days, and the keeper lived on dried fish and potatoes."
 )
-QUESTIONS = ("Why is the sky blue?", "Why is the sea salty?")
+QUESTIONS = ("Who built the lighthouse, and when?", "What did the keeper eat during the storm?")
 
 
 def run(settings: Namespace) -> int:

@@ -16,6 +16,7 @@ MIN_CELL, MAX_CELL = 4, 18
 GRID_HEIGHT = 320  # at most, while cells are not smaller than MIN_CELL
 RIBBONS = 8
 RIBBON_HEIGHT = 26
+CHARACTER = 8  # width of one, at the size used here
 TEXT = "#d7dce6"
 FAINT = "#8b93a3"
 EDGE = "#2b3140"
@@ -122,15 +123,14 @@ def _legend(page_map: PageMap, y: int) -> Iterator[str]:
 
 def _ribbons(page_map: PageMap, sequences: list[SequencePages], top: int) -> Iterator[str]:
     """Pages of each sequence in token order: what it shares and how far its last page is filled."""
-    left, right = MARGIN + 280, WIDTH - MARGIN - 160
+    labels = [_label(sequence) for sequence in sequences]
+    left = MARGIN + CHARACTER * max(map(len, labels), default=0) + 20
+    right = WIDTH - MARGIN - 170
     longest = max((len(s.page_ids) for s in sequences), default=1)
-    step = max(2.0, min(16.0, (right - left) / max(longest, 1)))
+    step = max(2.0, min(20.0, (right - left) / max(longest, 1)))
     refs, size = page_map["ref_counts"], page_map.geometry.page_size
-    for number, sequence in enumerate(sequences):
+    for number, (label, sequence) in enumerate(zip(labels, sequences, strict=True)):
         y = top + number * RIBBON_HEIGHT
-        name = sequence.request_id or "(other tenant)"
-        short = name if len(name) <= 22 else name[:9] + "…" + name[-12:]
-        label = f"{short} #{sequence.choice_index} {sequence.state}"
         yield f'<text x="{MARGIN}" y="{y + 14}" fill="{TEXT}">{escape(label)}</text>'
         for place, page in enumerate(sequence.page_ids.tolist()):
             x = left + place * step
@@ -138,3 +138,9 @@ def _ribbons(page_map: PageMap, sequences: list[SequencePages], top: int) -> Ite
             yield from _page(x, y + 2, max(1, int(step) - 2), "active", filled, int(refs[page]))
         facts = f"{len(sequence.page_ids)} pages · {sequence.token_count} tokens"
         yield f'<text x="{WIDTH - MARGIN}" y="{y + 14}" fill="{FAINT}" text-anchor="end">{facts}</text>'
+
+
+def _label(sequence: SequencePages) -> str:
+    name = sequence.request_id or "(other tenant)"
+    short = name if len(name) <= 22 else name[:9] + "…" + name[-12:]
+    return f"{short} #{sequence.choice_index} {sequence.state}"

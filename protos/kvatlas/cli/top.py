@@ -110,8 +110,8 @@ def _load_line(picture: Picture) -> Text:
     state = server_pb2.ServerState.Name(worker.state).removeprefix("SERVER_STATE_").lower()
     step_ms = worker.mean_step_time.ToNanoseconds() / 1e6
     return text.append(
-        f"  {state} · {worker.running_sequences} running, {worker.waiting_requests} waiting"
-        f" · {worker.output_tokens_per_second:.1f} tokens/s out, {worker.prompt_tokens_per_second:.1f} in"
+        f"  {state} · {worker.running_sequences} running, {worker.waiting_requests} waiting\n"
+        f"tokens/s {worker.output_tokens_per_second:.1f} out, {worker.prompt_tokens_per_second:.1f} in"
         f" · step {step_ms:.1f} ms · prefix hits {worker.prefix_hit_rate:.0%}",
         "not bold",
     )
@@ -134,10 +134,10 @@ def _pool_bar(stats: cache_pb2.PoolStats, width: int) -> Text:
 def _pool_line(stats: cache_pb2.PoolStats) -> Text:
     counts = _counts(stats)
     words = " · ".join(f"{state} {counts[state]:,}" for state in LOOKS)
-    shared = f" · shared {stats.shared_pages:,}" if stats.shared_pages else ""
     return Text(
-        f"{words} = {sum(counts.values()):,} pages{shared} · evicted {stats.evictions_total:,}"
-        f" · preempted {stats.preemptions_total:,}"
+        f"{words} = {sum(counts.values()):,} pages\n"
+        f"shared {stats.shared_pages:,} · evicted {stats.evictions_total:,}"
+        f" · preempted {stats.preemptions_total:,}",
     )
 
 
