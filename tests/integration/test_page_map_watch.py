@@ -156,6 +156,7 @@ class Watcher:
         self.messages: list[pb.WatchPageMapResponse] = []
         self.failure: BaseException | None = None
         request = pb.WatchPageMapRequest(**fields)
+        self._is_followed = request.mode != pb.WATCH_MODE_EVENTS  # the copy follows states only
         request.min_interval.FromMilliseconds(50)
         self._call = stack.cache.WatchPageMap(request, timeout=120)
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -166,7 +167,8 @@ class Watcher:
             for message in self._call:
                 self.gate.wait(60)
                 self.messages.append(message)
-                self.copy.apply(message)
+                if self._is_followed:
+                    self.copy.apply(message)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.CANCELLED:  # type: ignore[attr-defined]
                 self.failure = error
