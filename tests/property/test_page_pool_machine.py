@@ -15,7 +15,7 @@ from worker.execution.testing import PageFold
 from worker.pages.events import PageState
 from worker.pages.page_cache import CacheConfig, PageCache
 
-NUM_PAGES = 9
+NUM_PAGES = 6
 SIZE = 2
 
 

@@ -26,7 +26,7 @@ from worker.scheduling.settings import SchedulerConfig
 
 QUICK_SEEDS = 24
 SEEDS = 220
-REQUESTS = 130  # of each seed
+REQUESTS = 140  # of each seed
 VOCABULARY = 64
 EOS = (3, 5)
 WHOLE = {FinishCode.EOS, FinishCode.STOP_TOKEN, FinishCode.MAX_TOKENS, FinishCode.CONTEXT_LENGTH}

@@ -124,6 +124,38 @@ def test_the_capacity_is_a_power_of_two(capacity: int) -> None:
         EventRing(capacity)
 
 
+def test_a_reader_that_is_overtaken_while_it_copies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer goes on between two columns of the copy: what was copied is thrown away."""
+    ring = EventRing(4)
+    extend(ring, range(4))
+    copy = ring._copy
+
+    def slow(after: int, count: int, with_tokens: bool) -> EventColumns:
+        columns = copy(after, count, with_tokens)
+        ring.append(PageEventKind.FREED, 9, 0, 0)
+        return columns
+
+    monkeypatch.setattr(ring, "_copy", slow)
+    assert ring.read(0) is None
+    assert pages_of(ring.read(2)) == [2, 3, 9]
+
+
+def test_a_place_is_claimed_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that comes while an event is half written finds the oldest one gone already."""
+    ring = EventRing(4)
+    extend(ring, range(4))
+
+    class Watched(bytearray):
+        def __setitem__(self, *arguments: object) -> None:
+            assert ring.read(0) is None
+            super().__setitem__(*arguments)  # type: ignore[arg-type]
+
+    ring._kinds = Watched(ring._kinds)
+    ring.append(PageEventKind.FREED, 9, 0, 0)
+    extend(ring, range(2))
+    assert ring.number == 7
+
+
 def test_a_reader_on_another_thread_never_sees_a_torn_event() -> None:
     """Every event carries its page number in all columns; the reader checks that they agree."""
     ring = EventRing(64)

@@ -244,6 +244,29 @@ def test_the_audit_sees_damage_while_sequences_run(damage: Callable[[Books], Non
     assert all(str(violation).startswith(violation.check) for violation in found)
 
 
+@pytest.mark.parametrize(
+    ("damage", "check"),
+    [
+        (_lose_a_reference, "refcount"),
+        (_swap_pages, "trie"),
+        (_free_under_use, "free_list"),
+        (_write_another_token, "trie"),
+    ],
+)
+def test_a_short_audit_sees_the_same_within_some_rounds(damage: Callable[[Books], None], check: str) -> None:
+    """S1-36: under load a round looks at few pages, and goes on where the last one stopped."""
+    harness = make(num_pages=20)
+    for number in range(1, 6):
+        harness.add(request(number, range(50 * number, 50 * number + 10), max_tokens=9))
+    for _ in range(2):
+        harness.turn()
+    for _ in range(30):
+        assert harness.scheduler.check(max_pages=3) == []
+    damage(harness.scheduler._books)
+    rounds = [harness.scheduler.check(max_pages=3) for _ in range(12)]
+    assert check in {violation.check for found in rounds for violation in found}
+
+
 def test_owner_numbers_are_small_and_not_used_again_at_once() -> None:
     harness = make(max_running=2)
     seen: list[int] = []

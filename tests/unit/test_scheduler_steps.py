@@ -11,7 +11,7 @@ from worker.scheduling.output import FinishCode
 from worker.scheduling.request import AddStatus, RequestSpec
 from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.settings import SchedulerConfig
-from worker.scheduling.step import Step
+from worker.scheduling.step import Step, StepResult
 
 MODEL = FakeModel(1000)
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
@@ -321,6 +321,23 @@ def test_nothing_ends_before_min_tokens(overlap: bool) -> None:
         expected = answer_alone(model, [1, 2, 3], spec.params, 0, frozenset({5}), 64)
         assert harness.answers[1].tokens == expected
         assert len(expected) > least
+
+
+def test_a_stop_id_below_min_tokens_is_a_token_like_any_other() -> None:
+    """The sampler masks it; should one come all the same, the sequence goes on."""
+    harness = make(eos_token_ids=frozenset({5}))
+    harness.add(request(1, [1, 2, 3], max_tokens=9, min_tokens=3, stop_token_ids=frozenset({6})))
+    for token_id in (5, 6, 5):
+        step = harness.scheduler.schedule(harness.now)
+        assert step is not None
+        harness.scheduler.commit(step, StepResult([token_id]), harness.now)
+        assert harness.scheduler.num_live == 1
+    step = harness.scheduler.schedule(harness.now)
+    assert step is not None
+    harness.scheduler.commit(step, StepResult([6]), harness.now)
+    harness.collect()
+    assert harness.answers[1].tokens == [5, 6, 5, 6]
+    assert harness.answers[1].code == FinishCode.STOP_TOKEN
 
 
 def test_resumed_tokens_are_output() -> None:

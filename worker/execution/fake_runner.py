@@ -196,8 +196,9 @@ class FakeRunner:
     def _write_table(self, step: Step) -> None:
         size = self.page_size
         self.num_table_writes += bool(step.new_page_ids)
-        columns = zip(step.new_page_rows, step.new_page_indexes, step.new_page_ids, strict=True)
-        for row, index, page in columns:
+        places = list(zip(step.new_page_rows, step.new_page_indexes, strict=True))
+        assert len(set(places)) == len(places), f"step {step.number} writes a place twice: {places}"
+        for (row, index), page in zip(places, step.new_page_ids, strict=True):
             assert 0 <= page < self.num_pages, f"page {page} in row {row}: not a sequence's page"
             first = page * size
             line = self.page_table[row]

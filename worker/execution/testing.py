@@ -25,8 +25,8 @@ class PageFold:
     """The second implementation of the pool: the table of page events applied to planes."""
 
     def __init__(self, num_pages: int) -> None:
-        self.states = [PageState.FREE] * num_pages + [PageState.RESERVED]
-        self.refs = [0] * (num_pages + 1)
+        self.states = bytearray((PageState.FREE,)) * num_pages + bytes((PageState.RESERVED,))
+        self.refs = array("H", bytes(2 * (num_pages + 1)))
         self.flags = [0] * (num_pages + 1)
         self.number = 0
         self.counts = dict.fromkeys(PageEventKind, 0)
@@ -204,10 +204,9 @@ class Harness:
             return
         violations = self.scheduler.check()
         assert not violations, "\n".join(map(str, violations))
-        pool = self.scheduler.cache.pool
-        for page in range(len(self.fold.states)):
-            folded = (self.fold.states[page], self.fold.refs[page])
-            assert folded == (pool.state(page), pool.references(page)), f"page {page}: events say {folded}"
+        planes = self.scheduler.cache.pool.planes()
+        assert self.fold.states == planes.states, "states differ from what the events say"
+        assert self.fold.refs == planes.ref_counts, "references differ from what the events say"
 
     def _poison_freed(self) -> None:
         self.runner.poison(self._freed)

@@ -38,7 +38,7 @@ class PageFlag(IntFlag):
 
 
 class PageEventKind(IntEnum):
-    """What happened; numbers are those of cache.proto, the table of effects is in docs/page-events.md."""
+    """What happened; numbers and effects are those of PageEventType in cache.proto."""
 
     ALLOCATED = 1
     SHARED = 2

@@ -25,6 +25,7 @@ from worker.pages.violation import Violation
 
 SEALED, PINNED = int(PageFlag.SEALED), int(PageFlag.PINNED)
 FREE, ACTIVE, CACHED, HELD, RESERVED = (int(state) for state in PageState)  # HELD: PageState.PINNED
+_FLAGS = {FREE: 0, CACHED: SEALED, HELD: SEALED | PINNED, RESERVED: 0}  # that go with a state
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +143,8 @@ class PagePool:
 
     def planes(self) -> "Planes":
         """Copies of all columns."""
-        page_size = self.page_size
-        filled = array("H", [page_size if flags & SEALED else 0 for flags in self._flags])
+        full = [0, self.page_size, 0, self.page_size]  # by flags
+        filled = array("H", [full[flags] for flags in self._flags])
         return Planes(
             states=bytes(self._states),
             flags=bytes(self._flags),
@@ -323,46 +324,59 @@ class PagePool:
     def _same(owner: int, pages: Sequence[int]) -> "array[int]":
         return array("H", (owner,)) * len(pages)
 
-    def check(self) -> list[Violation]:
-        """Invariants of the pool alone; O(num_pages), for tests and the live audit."""
+    def check(self, window: range | None = None) -> list[Violation]:
+        """Invariants of the pool alone: totals, and page by page those in ``window``; None: all pages."""
         found: list[Violation] = []
-        states = self._states
+        states, counts = self._states, self._counts
         for state in PageState:
-            if states.count(state) != self._counts[state]:
-                found.append(
-                    Violation("state_sum", f"pages {state.name}", self._counts[state], states.count(state))
-                )
-        if sum(self._counts) != self.num_pages + 1:
-            found.append(Violation("state_sum", "pages in all states", self.num_pages + 1, sum(self._counts)))
-        if states[self.num_pages] != RESERVED or self._refs[self.num_pages]:
-            found.append(Violation("state_sum", "state of the dummy page", RESERVED, states[self.num_pages]))
+            if states.count(state) != counts[state]:
+                found.append(Violation("state_sum", state.name, counts[state], states.count(state)))
+        if sum(counts) != self.num_pages + 1:
+            found.append(Violation("state_sum", "pages in all states", self.num_pages + 1, sum(counts)))
         held = sum(self._refs)
         if held != self._num_references:
             found.append(Violation("refcount", "references over all pages", self._num_references, held))
-        shared = sum([count >= 2 for count in self._refs])
-        if shared != self._num_shared:
-            found.append(Violation("refcount", "shared pages", self._num_shared, shared))
-        found += self._check_pages()
-        found += self._check_free_list()
-        return found
+        if window is None:
+            shared = sum([count >= 2 for count in self._refs])
+            if shared != self._num_shared:
+                found.append(Violation("refcount", "shared pages", self._num_shared, shared))
+        found += self._check_pages(range(self.num_pages) if window is None else window)
+        found += self._check_pages(range(self.num_pages, self.num_pages + 1))
+        return found + self._check_free_list(window)
 
-    def _check_pages(self) -> list[Violation]:
+    def _check_pages(self, window: range) -> list[Violation]:
         found = []
-        for page, state in enumerate(self._states):
-            refs, flags = self._refs[page], self._flags[page]
+        states, all_refs, all_flags = self._states, self._refs, self._flags
+        for page in window:
+            state, refs, flags = states[page], all_refs[page], all_flags[page]
             if (state == ACTIVE) != (refs > 0):
-                found.append(Violation("refcount", f"references of page {page}, state {state}", "", refs))
-            if (state in (CACHED, HELD)) and flags != (SEALED if state == CACHED else SEALED | PINNED):
-                found.append(Violation("state_sum", f"flags of page {page}, state {state}", "", flags))
-            if state in (FREE, RESERVED) and flags:
-                found.append(Violation("state_sum", f"flags of page {page}, state {state}", 0, flags))
+                expected = "some" if state == ACTIVE else 0
+                found.append(
+                    Violation("refcount", f"references of page {page}, state {state}", expected, refs)
+                )
+            expected_flags = (flags & SEALED) | (flags & PINNED) if state == ACTIVE else _FLAGS[state]
+            if flags != expected_flags or (flags & PINNED and not flags & SEALED):
+                subject = f"flags of page {page}, state {state}"
+                found.append(Violation("state_sum", subject, expected_flags, flags))
+            if (state == RESERVED) != (page == self.num_pages):
+                found.append(Violation("state_sum", f"dummy page; state of page {page}", RESERVED, state))
         return found
 
-    def _check_free_list(self) -> list[Violation]:
-        free = set(self._free)
-        expected = {page * self.page_size for page, state in enumerate(self._states) if state == FREE}
-        if len(free) != len(self._free):
-            return [Violation("free_list", "entries that differ", len(self._free), len(free))]
-        if free != expected:
-            return [Violation("free_list", "slots", sorted(expected - free), sorted(free - expected))]
-        return []
+    def _check_free_list(self, window: range | None) -> list[Violation]:
+        """The free list holds the first slots of FREE pages, and in the whole audit each exactly once."""
+        free, states, page_size = self._free, self._states, self.page_size
+        if len(free) != self._counts[FREE]:
+            return [Violation("free_list", "entries", self._counts[FREE], len(free))]
+        if window is None:
+            expected = {page * page_size for page, state in enumerate(states) if state == FREE}
+            if set(free) != expected:
+                return [
+                    Violation(
+                        "free_list", "slots", sorted(expected - set(free)), sorted(set(free) - expected)
+                    )
+                ]
+            return []
+        wrong = [
+            s for s in free[window.start : window.stop] if s % page_size or states[s // page_size] != FREE
+        ]
+        return [Violation("free_list", "slots of pages that are not FREE", [], wrong)] if wrong else []

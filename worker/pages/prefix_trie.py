@@ -70,8 +70,8 @@ class PrefixIndex(Protocol):
         """Its key; None: not in the index."""
         ...
 
-    def check(self) -> list[Violation]:
-        """Invariants of the index alone."""
+    def check(self, window: range | None = None) -> list[Violation]:
+        """Invariants of the index alone, for the pages in ``window``; None: for all, and its totals."""
         ...
 
 
@@ -238,25 +238,31 @@ class PrefixTrie:
         """See PrefixIndex."""
         return self._keys[page]
 
-    def check(self) -> list[Violation]:
-        """See PrefixIndex; O(num_pages)."""
+    def check(self, window: range | None = None) -> list[Violation]:
+        """See PrefixIndex."""
+        found = []
+        keys, pages = self._keys, self._pages
+        children = array("I", bytes(4 * len(keys)))
+        for page in range(len(keys)) if window is None else window:
+            key = keys[page]
+            if key is None:
+                if self._num_children[page]:
+                    found.append(Violation("trie", f"page {page}, which has children", "in the index", "not"))
+                continue
+            if pages.get(key) != page:
+                found.append(Violation("trie", f"page under the key of {page}", page, pages.get(key)))
+            if not isinstance(key[0], bytes):
+                children[key[0]] += 1
+        return found + (self._check_counts(children) if window is None else [])
+
+    def _check_counts(self, children: "array[int]") -> list[Violation]:
         found = []
         num_keys = sum([key is not None for key in self._keys])
         if num_keys != len(self._pages) or num_keys != len(set(self._pages.values())):
             found.append(Violation("trie", "nodes and pages that stand in one", len(self._pages), num_keys))
-        children = array("I", bytes(4 * len(self._keys)))
-        for page, key in enumerate(self._keys):
-            if key is None:
-                continue
-            if self._pages.get(key) != page:
-                found.append(Violation("trie", f"page under the key of {page}", page, self._pages.get(key)))
-            if not isinstance(key[0], bytes):
-                children[key[0]] += 1
         for page, count in enumerate(children):
             if count != self._num_children[page]:
                 found.append(Violation("trie", f"children of page {page}", count, self._num_children[page]))
-            if count and self._keys[page] is None:
-                found.append(Violation("trie", f"parent {page}", "in the index", "not"))
         return found
 
 
@@ -303,6 +309,6 @@ class NoSharing:
         """None."""
         return None
 
-    def check(self) -> list[Violation]:
+    def check(self, window: range | None = None) -> list[Violation]:
         """Holds."""
         return []

@@ -27,8 +27,9 @@ from worker.ids import Row, SequenceId, Slot
 from worker.pages.page_cache import FlushOutcome, PageCache
 from worker.pages.snapshot import PoolSnapshot
 from worker.pages.violation import Violation
-from worker.scheduling import audit, views
+from worker.scheduling import views
 from worker.scheduling.admission import Admission
+from worker.scheduling.audit import Auditor
 from worker.scheduling.books import Books
 from worker.scheduling.commit import Committer
 from worker.scheduling.output import FailureReason, FinishCode, OutputColumns
@@ -59,6 +60,7 @@ class Scheduler:
         self._planner = Planner(self._books, self._admission)
         self._committer = Committer(self._books)
         self._pins = Pins(self._books)
+        self._auditor = Auditor(self._books)
         self._numbers = count(1)
         self._draining = False
         self._stalled = False  # the last schedule found nothing to do, and nothing happened since
@@ -295,6 +297,10 @@ class Scheduler:
         """Rows of running sequences, a different part each time, and the slots that the device must have."""
         return views.rows_for_audit(self._books, limit)
 
-    def check(self) -> list[Violation]:
-        """The full live audit, O(pages + references): what does not hold, with the numbers of both sides."""
-        return audit.check(self._books)
+    def check(self, max_pages: int | None = None) -> list[Violation]:
+        """The live audit: what does not hold, with the numbers of both sides.
+
+        None: everything, O(pages + references). Under load give ``max_pages``: then a round looks at so
+        many pages one by one, others next time, and costs about 0.4 us for each of them.
+        """
+        return self._auditor.check(max_pages)

@@ -1,0 +1,403 @@
+"""Plants one fault after another in a copy of the control plane and shows which tests notice.
+
+    python -m tests.mutations                  all faults, a table
+    python -m tests.mutations --only salt      those whose name contains a word
+    python -m tests.mutations --first          stop at the first kind of test that notices
+
+A fault is a replacement of source text that must occur exactly once, so a fault that no longer fits the
+code is reported instead of silently planting nothing. The exit status is 1 if any fault survives.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+KINDS = {
+    "simulation": ["tests/simulation"],
+    "machines": ["tests/property/test_page_pool_machine.py", "tests/property/test_prefix_trie_machine.py"],
+    "units": [
+        f"tests/unit/test_{name}.py"
+        for name in (
+            "scheduler_steps",
+            "scheduler_sharing",
+            "scheduler_ends",
+            "scheduler_preemption",
+            "scheduler_admission",
+            "scheduler_observers",
+            "page_pool",
+            "page_events",
+            "eviction",
+            "prefix_trie",
+            "pins_and_flush",
+            "fake_runner",
+        )
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One planted fault."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+PLANNING, COMMIT, BOOKS = (f"worker/scheduling/{name}.py" for name in ("planning", "commit", "books"))
+POOL, TRIE, CACHE = (f"worker/pages/{name}.py" for name in ("pool", "prefix_trie", "page_cache"))
+ADMISSION, PREEMPTION = "worker/scheduling/admission.py", "worker/scheduling/preemption.py"
+
+FAULTS = [
+    Fault(
+        "computed count kept on preemption",
+        "worker/scheduling/sequence.py",
+        "self.num_sealed = self.num_computed = self.num_launched = self.num_written = 0",
+        "self.num_sealed = self.num_written = 0",
+    ),
+    Fault(
+        "page need rounded down",
+        CACHE,
+        "return -(-num_tokens // self.config.page_size)",
+        "return num_tokens // self.config.page_size",
+    ),
+    Fault(
+        "prefill finished a span early",
+        PLANNING,
+        "if span.end < len(sequence.tokens):\n                continue",
+        "if span.end < len(sequence.tokens) - 1:\n                continue",
+    ),
+    Fault(
+        "pages kept at the end",
+        BOOKS,
+        "        self.cache.release(held.pages, held.owner)\n",
+        "        if held.sequence is None:\n            self.cache.release(held.pages, held.owner)\n",
+    ),
+    Fault(
+        "pages kept at an abort under a step in flight",
+        BOOKS,
+        "            record.dead.add(sequence)\n",
+        "            record.dead.add(sequence)\n            return\n",
+    ),
+    Fault(
+        "row never returned",
+        BOOKS,
+        "            self.rows.give_back(held.sequence.row, held.owner)\n",
+        "",
+    ),
+    Fault(
+        "row and pages returned under the step in flight (one step early)",
+        BOOKS,
+        "if self.in_flight and last_step >= self.in_flight[0].step.number:",
+        "if False:",
+    ),
+    Fault(
+        "slot offset off by one page",
+        PLANNING,
+        "        self.indexes.extend(range(first, first + len(pages)))",
+        "        self.indexes.extend(range(first + 1, first + 1 + len(pages)))",
+    ),
+    Fault(
+        "partial allocation",
+        POOL,
+        "        if count > len(self._free):\n            return None",
+        "        owners = owners[: len(self._free)]\n        count = len(owners)",
+    ),
+    Fault(
+        "failed allocation leaks what it evicted",
+        CACHE,
+        "            if num_short > pool.num_cached:\n",
+        "            if num_short > pool.num_cached:\n                self._evict(pool.num_cached, owners)\n",
+    ),
+    Fault(
+        "release without its event",
+        POOL,
+        "        self._change(PageEventKind.RELEASED, pages, self._same(owner, pages), delta=-1)",
+        "        for page in pages:\n"
+        "            self._num_shared -= self._refs[page] == 2\n"
+        "            self._refs[page] -= 1\n"
+        "        self._num_references -= len(pages)",
+    ),
+    Fault(
+        "share without its count",
+        POOL,
+        "self._change(PageEventKind.SHARED, active, self._same(owner, active), delta=1, tag=tag)",
+        "self._change(PageEventKind.SHARED, active, self._same(owner, active), tag=tag)",
+    ),
+    Fault(
+        "row's page order differs from the host's list",
+        PLANNING,
+        "        self.ids.extend(pages)",
+        "        self.ids.extend(pages[::-1])",
+    ),
+    Fault(
+        "preempted sequence sent to the back",
+        PREEMPTION,
+        "    books.requeue(sequence)",
+        "    sequence.rank = (sequence.rank[0] + 1e6, sequence.rank[1] + 10**6)\n    books.requeue(sequence)",
+    ),
+    Fault(
+        "oldest chosen as victim",
+        PREEMPTION,
+        "victim = max(holders, key=lambda sequence: sequence.rank)\n"
+        "    return victim if victim.rank > min(sequence.rank for sequence in running) else None",
+        "return min(holders, key=lambda sequence: sequence.rank)",
+    ),
+    Fault(
+        "sealed before it was computed",
+        COMMIT,
+        "for index in range(sequence.num_sealed, sequence.computed // page_size):",
+        "for index in range(sequence.num_sealed, min(len(sequence.tokens) // page_size, len(pages))):",
+    ),
+    Fault(
+        "trie ignores the salt",
+        TRIE,
+        "key: Key = (salt if parent is None",
+        'key: Key = (b"" if parent is None',
+    ),
+    Fault(
+        "trie ignores the salt on both sides",
+        TRIE,
+        "        above: int | bytes = salt\n        for token_bytes",
+        '        above: int | bytes = b""\n        for token_bytes',
+    ),
+    Fault(
+        "dummy page handed out",
+        POOL,
+        'self._free = array("i", range((num_pages - 1) * page_size, -1, -page_size))',
+        'self._free = array("i", range(num_pages * page_size, -1, -page_size))',
+    ),
+    Fault(
+        "abort lost before admission",
+        BOOKS,
+        "        if place == Place.QUEUE:\n            self.queue.remove(sequence)\n            return",
+        "        if place == Place.QUEUE:\n            return",
+    ),
+    Fault(
+        "duplicate freed, row not re-pointed (H1)",
+        COMMIT,
+        "        books.repointed.append((sequence, index))\n",
+        "",
+    ),
+    Fault(
+        "duplicate freed under the step that reads it (H1, H6)",
+        COMMIT,
+        "        if books.in_flight:\n            books.hold_until_committed(ours,",
+        "        if False:\n            books.hold_until_committed(ours,",
+    ),
+    Fault(
+        "a hit does not refresh recency (H4)",
+        CACHE,
+        "                self._policy.hold(page)\n\n    def allocate",
+        "                pass\n\n    def allocate",
+    ),
+    Fault(
+        "newest use goes first (H4)",
+        "worker/pages/eviction.py",
+        "        self._lists.append(page)\n\n    def hold(self, page: int) -> None:\n"
+        '        """See EvictionPolicy."""\n        self._lists.remove(page)',
+        "        self._lists.prepend(page)\n\n    def hold(self, page: int) -> None:\n"
+        '        """See EvictionPolicy."""\n        self._lists.remove(page)',
+    ),
+    Fault(
+        "partial allocation by the cache",
+        CACHE,
+        "                self.num_allocation_failures += 1\n                return None",
+        "                owners = owners[: pool.num_free + pool.num_cached]\n"
+        "                num_short = len(owners) - pool.num_free",
+    ),
+    Fault(
+        "the whole prompt may be hit (M-07)",
+        ADMISSION,
+        "return (len(sequence.tokens) - 1) // self._books.config.page_size",
+        "return len(sequence.tokens) // self._books.config.page_size",
+    ),
+    Fault(
+        "last sampled token counted as stored (B023)",
+        "worker/scheduling/sequence.py",
+        "return len(self.tokens) - 1 if self.state == SequenceState.DECODE else self.num_computed",
+        "return len(self.tokens) if self.state == SequenceState.DECODE else self.num_computed",
+    ),
+    Fault(
+        "copy on divergence left out",
+        PLANNING,
+        "            if sequence.copy_source is not None:\n                copies",
+        "            if sequence.copy_source is None and False:\n                copies",
+    ),
+    Fault(
+        "page copied from is given back before the copy",
+        PLANNING,
+        "        books.hold_until_committed(source, sequence.owner, books.step_number)\n",
+        "        books.cache.release([source], sequence.owner)\n",
+    ),
+    Fault(
+        "hits counted as available (B011)",
+        ADMISSION,
+        "return self.fresh + self.lookup.num_unreferenced",
+        "return self.fresh",
+    ),
+    Fault(
+        "token of a dead sequence delivered",
+        COMMIT,
+        "            if sequence in record.dead:\n                continue\n",
+        "",
+    ),
+    Fault(
+        "pages of a failed step published (B057)",
+        COMMIT,
+        "            if at in result.failed:\n                self._fail(",
+        "            if at in result.failed:\n"
+        "                sequence.num_computed = step.ends[at]\n"
+        "                self._seal(sequence)\n"
+        "                self._fail(",
+    ),
+    Fault(
+        "context one token too long (B043)",
+        ADMISSION,
+        "return min(wanted, self._books.config.max_context_tokens)",
+        "return min(wanted, self._books.config.max_context_tokens + 1)",
+    ),
+    Fault("stop before min_tokens", COMMIT, "sequence.num_output > params.min_tokens:", "True:"),
+    Fault(
+        "max_tokens one short",
+        ADMISSION,
+        "wanted = len(spec.prompt_token_ids) + spec.params.max_tokens\n",
+        "wanted = len(spec.prompt_token_ids) + max(1, spec.params.max_tokens - 1)\n",
+    ),
+    Fault(
+        "inner chunk samples",
+        PLANNING,
+        "num_decode + at for at, span in enumerate(spans) if span.end == len(span.sequence.tokens)",
+        "num_decode + at for at, span in enumerate(spans)",
+    ),
+    Fault(
+        "needs no commit before a preemption",
+        PLANNING,
+        "            if books.in_flight:\n                return False",
+        "            if books.in_flight and False:\n                return False",
+    ),
+    Fault(
+        "small requests pass for ever",
+        PLANNING,
+        "                passed.skips += 1",
+        "                passed.skips += 0",
+    ),
+    Fault(
+        "watermark ignored",
+        ADMISSION,
+        "        head_room = books.config.num_watermark_pages",
+        "        head_room = 0",
+    ),
+    Fault(
+        "evicted prefixes forgotten at once",
+        TRIE,
+        "            self._evicted.add(self._prints[page])",
+        "            pass",
+    ),
+    Fault(
+        "samples share the page of the last prompt token",
+        COMMIT,
+        "        num_shared = last // books.config.page_size\n",
+        "        num_shared = -(-last // books.config.page_size)\n",
+    ),
+    Fault(
+        "ring does not claim before it writes",
+        "worker/pages/events.py",
+        "        self._claimed = number + 1\n",
+        "",
+    ),
+    Fault(
+        "timeout of the queue ends what runs",
+        "worker/scheduling/scheduler.py",
+        "if request is None or (kind == TimerKind.QUEUE and request.admit_time is not None):",
+        "if request is None:",
+    ),
+]
+
+
+def plant(fault: Fault, folder: Path) -> None:
+    """Replaces the text in the copy."""
+    path = folder / fault.file
+    text = path.read_text()
+    found = text.count(fault.old)
+    if found != 1:
+        raise SystemExit(f"{fault.name}: its text occurs {found} times in {fault.file}, not once")
+    path.write_text(text.replace(fault.old, fault.new))
+
+
+def copy_tree(folder: Path) -> None:
+    """What the control plane and its tests need."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    for name in ("worker", "protos"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for paths in KINDS.values():
+        for path in paths:
+            source, target = ROOT / path, folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=ignored)
+            else:
+                shutil.copy(source, target)
+
+
+def killer(folder: Path, paths: list[str]) -> str:
+    """Name of the first test that fails; empty: all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *paths]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode == 0:
+        return ""
+    found = re.search(r"^(?:FAILED|ERROR) \S*?::(\S+)", done.stdout, re.MULTILINE)
+    if found is None:
+        raise SystemExit(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")
+    return found.group(1).removesuffix("::runTest")
+
+
+def try_fault(fault: Fault, stop_at_first: bool) -> dict[str, str]:
+    """Who noticed, by kind of test."""
+    with tempfile.TemporaryDirectory(prefix="mutation-") as name:
+        folder = Path(name)
+        copy_tree(folder)
+        plant(fault, folder)
+        found = {}
+        for kind, paths in KINDS.items():
+            found[kind] = killer(folder, paths)
+            if found[kind] and stop_at_first:
+                break
+        return found
+
+
+def main() -> int:
+    """Tries the faults and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", default="", help="faults whose name contains this")
+    parser.add_argument("--first", action="store_true", help="stop at the first kind of test that notices")
+    arguments = parser.parse_args()
+    faults = [fault for fault in FAULTS if arguments.only in fault.name]
+    survivors = []
+    print(f"{'planted fault':64} {'s':>5}  " + "  ".join(f"{kind:44}" for kind in KINDS))
+    for fault in faults:
+        begin = time.monotonic()
+        found = try_fault(fault, arguments.first)
+        if not any(found.values()):
+            survivors.append(fault.name)
+        cells = [f"{found.get(kind) or '-':44.44}" for kind in KINDS]
+        print(f"{fault.name:64} {time.monotonic() - begin:5.1f}  " + "  ".join(cells), flush=True)
+    print(f"{len(faults) - len(survivors)} of {len(faults)} faults were noticed")
+    for name in survivors:
+        print(f"SURVIVED: {name}")
+    return 1 if survivors or not faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
