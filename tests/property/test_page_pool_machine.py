@@ -194,7 +194,7 @@ TestPagePool = PagePoolMachine.TestCase
 TestLfu = LfuMachine.TestCase
 TestFifo = FifoMachine.TestCase
 TestCost = CostMachine.TestCase
-TestPagePool.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPagePool.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestLfu.settings = TestFifo.settings = TestCost.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
+    max_examples=30, stateful_step_count=40, deadline=None
 )

@@ -35,8 +35,8 @@ class EvictionPolicy(Protocol):
         """``page`` left the cache."""
         ...
 
-    def victim(self) -> int | None:
-        """The leaf to evict next; the caller evicts it and calls ``forget``."""
+    def pop(self) -> int | None:
+        """Takes out the leaf to evict next; None: there is none."""
         ...
 
 
@@ -80,6 +80,17 @@ class PageLists:
         self._prev[after] = before
         self._next[page] = self._prev[page] = page
 
+    def pop(self, which: int = 0) -> int | None:
+        """Takes out the head of a list; None when it is empty."""
+        head = self._base + which
+        page = self._next[head]
+        if page >= self._base:
+            return None
+        after = self._next[page]
+        self._next[head], self._prev[after] = after, head
+        self._next[page] = self._prev[page] = page
+        return page
+
     def pages(self, which: int = 0) -> list[int]:
         """All pages of a list, head first; for tests and audits."""
         found, page = [], self._next[self._base + which]
@@ -110,9 +121,9 @@ class LeastRecentlyUsed:
         """See EvictionPolicy."""
         self._lists.remove(page)
 
-    def victim(self) -> int | None:
+    def pop(self) -> int | None:
         """See EvictionPolicy."""
-        return self._lists.first()
+        return self._lists.pop()
 
 
 class _Buckets:
@@ -149,8 +160,11 @@ class _Buckets:
             return start + (ahead & -ahead).bit_length() - 1
         return (self._filled & -self._filled).bit_length() - 1
 
-    def first(self, which: int) -> int | None:
-        return self._lists.first(which)
+    def pop(self, which: int) -> int | None:
+        page = self._lists.first(which)
+        if page is not None:
+            self.remove(page)
+        return page
 
 
 class LeastFrequentlyUsed:
@@ -174,10 +188,10 @@ class LeastFrequentlyUsed:
         """See EvictionPolicy."""
         self._buckets.remove(page)
 
-    def victim(self) -> int | None:
+    def pop(self) -> int | None:
         """See EvictionPolicy."""
         which = self._buckets.first_list()
-        return None if which is None else self._buckets.first(which)
+        return None if which is None else self._buckets.pop(which)
 
 
 class FirstInFirstOut:
@@ -222,11 +236,12 @@ class FirstInFirstOut:
         if page in self._lists:
             self._lists.remove(page)
 
-    def victim(self) -> int | None:
+    def pop(self) -> int | None:
         """See EvictionPolicy."""
-        while (page := self._lists.first()) is not None and not self._can_go[page]:
-            self._lists.remove(page)
+        while (page := self._lists.pop()) is not None and not self._can_go[page]:
             self._passed_over[page] = 1
+        if page is not None:
+            self._can_go[page] = 0
         return page
 
 
@@ -261,13 +276,13 @@ class CostAware:
 
     forget = hold
 
-    def victim(self) -> int | None:
+    def pop(self) -> int | None:
         """See EvictionPolicy."""
         which = self._buckets.first_list(self._clock)
         if which is None:
             return None
         self._clock = which
-        return self._buckets.first(which)
+        return self._buckets.pop(which)
 
 
 POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {

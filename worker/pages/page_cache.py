@@ -130,9 +130,8 @@ class PageCache:
         policy = self._policy
         victims = []
         for _ in range(num_pages):
-            page = policy.victim()
+            page = policy.pop()
             assert page is not None, f"{num_pages} evictions, {self.pool.num_cached} pages were cached"
-            policy.forget(page)
             self._unindex(page, remember=True)
             victims.append(page)
         self.pool.unseal(victims, owners)

@@ -18,6 +18,9 @@ class Committer:
 
     def __init__(self, books: Books) -> None:
         self._books = books
+        self._cache = books.cache
+        self._page_size = books.config.page_size
+        self._has_index = books.config.cache.sharing
 
     def commit(self, record: InFlight, result: StepResult) -> None:
         """The step of ``record``, the oldest in flight and taken out of there, is over."""
@@ -191,18 +194,18 @@ class Committer:
     # Pages.
     def _seal(self, sequence: Sequence) -> None:
         """Full, computed and committed pages enter the prefix index, in order."""
-        if not sequence.can_seal or not self._books.config.cache.sharing:
+        if not sequence.can_seal or not self._has_index:
             return
-        books, page_size = self._books, self._books.config.page_size
-        pages, spec = sequence.pages, sequence.request.spec
+        cache, page_size = self._cache, self._page_size
+        pages, tokens = sequence.pages, sequence.tokens
         for index in range(sequence.num_sealed, sequence.computed // page_size):
             parent = pages[index - 1] if index else None
-            if parent is not None and not books.cache.pool.is_sealed(parent):
+            if parent is not None and not cache.pool.is_sealed(parent):
                 sequence.can_seal = False  # a flush took the page before it out of the index
                 return
-            token_bytes = sequence.tokens[index * page_size : (index + 1) * page_size].tobytes()
-            page = pages[index]
-            kept = books.cache.seal(page, parent, spec.cache_salt, token_bytes, sequence.owner)
+            token_bytes = tokens[index * page_size : (index + 1) * page_size].tobytes()
+            page, salt = pages[index], sequence.request.spec.cache_salt
+            kept = cache.seal(page, parent, salt, token_bytes, sequence.owner)
             if kept != page:
                 self._repoint(sequence, index, kept)
             sequence.num_sealed = index + 1
