@@ -83,9 +83,9 @@ SequenceKey = tuple[str, int, int]
 """Request id, choice, time of receipt: several services may use one request id."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SequenceRecord:
-    """A live sequence."""
+    """A live sequence. Not changed once a mirror holds it; frozen would triple the cost of making one."""
 
     request_id: str
     choice_index: int

@@ -123,7 +123,7 @@ class KeptMirror:
             self._drop_events()
 
     def _check_idle(self) -> None:
-        """A worker that says twice that it has no sequence, while one is held all the time, ended it unheard."""
+        """A sequence that is held while the worker says twice that it has none: its end was not heard."""
         beat = self.link.beat
         is_idle = beat is not None and not beat.running_sequences and not beat.waiting_requests
         held = set(self.mirror.sequences.records) if is_idle else set()

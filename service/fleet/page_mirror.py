@@ -251,9 +251,11 @@ class FrozenMap:
             self._kept.append((pages, {name: plane[pages] for name, plane in self._planes.items()}))
 
     def take(self, count: int, names: Sequence[str]) -> dict[str, Plane]:
-        """The next pages, at most so many: copies of the planes that are wanted."""
+        """The next pages, at most so many, in the wanted planes. To be read at once: they may be views."""
         first, end = self._next_page, min(self._next_page + count, self.page_count)
-        window = {name: self._planes[name][first:end].copy() for name in names}
+        window = {name: self._planes[name][first:end] for name in names}
+        if self._kept:
+            window = {name: plane.copy() for name, plane in window.items()}
         for pages, values in self._kept:
             at = (pages >= first) & (pages < end)
             for name in names:

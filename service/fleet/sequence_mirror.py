@@ -5,7 +5,7 @@ Owns the records and what ended lately. Part of the page mirror; pure, on the ev
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -105,7 +105,7 @@ class SequenceMirror:
         record, first = change.record, change.first_page_index
         known = self.records.get(record.key)
         if first:
-            record = replace(record, pages=_extended(known, first, record))
+            record.pages = _extended(known, first, record)
         if known is not None and known.owner and known.owner != record.owner:
             self._leave(known.owner, number, news)
         if record.owner:

@@ -10,9 +10,9 @@ from service.text.detokenizer import Detokenizer
 from service.text.stop_strings import StopMatcher
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
-    """What a push of tokens comes to."""
+    """What a push of tokens comes to. One per message, so not frozen: that would triple its cost."""
 
     text: str  # may go out now
     num_tokens: int  # of those pushed, how many belong to the output: all, unless a stop string matched

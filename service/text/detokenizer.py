@@ -8,7 +8,7 @@ Spaces before punctuation are never cleaned up: the text has gone out already.
 """
 
 from codecs import utf_8_decode
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
 class Detokenizer:
@@ -26,9 +26,14 @@ class Detokenizer:
         self._strip_space = strip_space
         self._held = b""
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; may be empty."""
-        data = self._held + self._bytes(token_ids)
+        table = self._table
+        try:
+            data = self._held + b"".join([table[token_id] for token_id in token_ids])
+        except IndexError:  # padding of the model's output layer: ids without a token
+            known = [table[token_id] for token_id in token_ids if token_id < len(table)]
+            data = self._held + b"".join(known)
         text, num_consumed = utf_8_decode(data, "replace", False)
         self._held = data[num_consumed:]
         return self._stripped(text) if self._strip_space and text else text
@@ -38,15 +43,6 @@ class Detokenizer:
         text, _ = utf_8_decode(self._held, "replace", True)
         self._held = b""
         return text
-
-    def _bytes(self, token_ids: Iterable[int]) -> bytes:
-        table = self._table
-        token_ids = list(token_ids)
-        try:
-            return b"".join([table[token_id] for token_id in token_ids])
-        except IndexError:  # padding of the model's output layer: ids without a token
-            size = len(table)
-            return b"".join([table[token_id] for token_id in token_ids if token_id < size])
 
     def _stripped(self, text: str) -> str:
         self._strip_space = False

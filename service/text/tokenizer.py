@@ -6,7 +6,7 @@ Special tokens in raw text are recognised, since whoever sends raw text renders 
 the turns of a chat are text (`control_tokens.py`). Encoding is safe from several threads.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -149,7 +149,7 @@ class Tokenizer:
         table = self._shown_bytes if skip_special_tokens else self._all_bytes
         return Detokenizer(table, strip_space=self.vocabulary.strips_first_space)
 
-    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """All at once; equals what a detokenizer gives piece by piece."""
         state = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return state.push(token_ids) + state.finish()

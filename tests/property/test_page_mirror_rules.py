@@ -204,7 +204,7 @@ class Reader:
         self._parts: list[dict[str, np.ndarray]] = []
 
     def part(self, window: dict[str, np.ndarray]) -> None:
-        self._parts.append(window)
+        self._parts.append({name: plane.copy() for name, plane in window.items()})
 
     def whole(self) -> None:
         self.planes = {name: np.concatenate([part[name] for part in self._parts]) for name in PLANES}
