@@ -1,45 +1,53 @@
 """`python -m service`: config, objects, serve, drain. No logic."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 
 import uvloop
 
 from kvatlas.models.errors import ModelError
 from kvatlas.models.resolve import resolve_model
 from kvatlas.models.vocabulary import tokenizer_digest
+from service import log
 from service.config import ConfigError, ServiceConfig, from_args, wants_print
 from service.server import ListenError, Service
 from service.text.tokenizer import Tokenizer
 
+USAGE_STATUS, START_STATUS = 2, 1
 PARENT_WATCH_SECONDS = 0.5
+ORPHAN_SECONDS = 10.0  # for what runs; nobody is left who would watch us
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+logger = logging.getLogger("service")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs until a signal; returns the exit code."""
+    """Runs until a signal; returns the exit status."""
+    for number in SIGNALS:
+        signal.signal(number, _leave)
     try:
         config = from_args(arguments)
     except ConfigError as error:
-        return _refuse(str(error))
+        sys.stderr.write(f"python -m service: {error}\n")
+        return USAGE_STATUS
     if wants_print(arguments):
         sys.stdout.write(config.printable() + "\n")
         return 0
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
+    log.set_up(config.log_level)
     try:
         files = resolve_model(config.model)
         tokenizer, digest = Tokenizer.load(files), tokenizer_digest(files)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(config, tokenizer, digest))
-    except ModelError as error:
-        return _refuse(f"model: {error}")
-    except ListenError as error:
-        return _refuse(str(error))
+    except (ModelError, ListenError, ValueError) as error:
+        logger.error('event=start_failed why="%s"', error)
+        return START_STATUS
     return 0
 
 
@@ -53,10 +61,12 @@ async def _serve(config: ServiceConfig, tokenizer: Tokenizer, digest: str) -> No
         stopping.set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         loop.add_signal_handler(number, on_signal)
     await service.start()
-    watch = asyncio.ensure_future(_watch_parent(config.parent_watch, stopping))
+    gc.collect()
+    gc.freeze()  # what is there now stays: a full collection then looks at calls only
+    watch = asyncio.ensure_future(_watch_parent(config.parent_watch, stopping, service))
     try:
         await stopping.wait()
         await service.drain()
@@ -64,17 +74,19 @@ async def _serve(config: ServiceConfig, tokenizer: Tokenizer, digest: str) -> No
         watch.cancel()
 
 
-async def _watch_parent(pid: int, stopping: asyncio.Event) -> None:
+async def _watch_parent(pid: int, stopping: asyncio.Event, service: Service) -> None:
     while pid and os.getppid() == pid:
         await asyncio.sleep(PARENT_WATCH_SECONDS)
     if pid:
-        logging.getLogger("service").warning("event=parent_gone pid=%d", pid)
+        logger.warning("event=parent_gone pid=%d", pid)
         stopping.set()
+        await asyncio.sleep(ORPHAN_SECONDS)
+        service.hurry()
 
 
-def _refuse(sentence: str) -> int:
-    sys.stderr.write(f"service: {sentence}\n")
-    return 2
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Before anything serves a signal simply ends the process."""
+    raise SystemExit(0)
 
 
 if __name__ == "__main__":

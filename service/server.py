@@ -166,7 +166,7 @@ class Service:
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         add: Any = generation_pb2_grpc.add_GenerationServiceServicer_to_server
-        add(GenerationServicer(self.backstage), server)
+        add(GenerationServicer(self.backstage, self._mirrors), server)
         add = server_pb2_grpc.add_ServerServiceServicer_to_server
         add(InfoServicer(self.backstage), server)
         add = cache_pb2_grpc.add_CacheServiceServicer_to_server

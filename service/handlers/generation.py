@@ -8,6 +8,7 @@ from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -15,6 +16,8 @@ from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc
 from service import errors
 from service.errors import Failure, Violation
+from service.fleet.mirrors import PageMirrors
+from service.fleet.prefix_hint import cached_tokens, page_fingerprints
 from service.handlers import convert, respond, validate
 from service.handlers.account import RequestAccount
 from service.handlers.backstage import Backstage
@@ -33,8 +36,9 @@ _WHOLE = StreamShape()  # of a unary call: nothing is cut
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Handlers of GenerationService."""
 
-    def __init__(self, backstage: Backstage) -> None:
+    def __init__(self, backstage: Backstage, mirrors: PageMirrors) -> None:
         self._backstage = backstage
+        self._mirrors = mirrors
         self._opening = Opening(backstage)
         self._loop = asyncio.get_running_loop()
 
@@ -105,6 +109,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             start_offsets=encoded.start_offsets if request.include_offsets else (),
             rendered_text=text,
             page_count=-(-len(encoded.ids) // facts.page_size),
+            cached_tokens=await self._cached_tokens(encoded.ids),
         )
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
@@ -117,6 +122,19 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             array("I", request.token_ids), skip_special_tokens=skips
         )
         return pb.DetokenizeResponse(text=text)
+
+    async def _cached_tokens(self, ids: Sequence[int]) -> int:
+        """Of the worker that has the most of them; without a salt, as Tokenize knows none."""
+        salt = current_call.get().tenant.encode() + b"\0"
+        most = 0
+        for kept in self._mirrors.kept:
+            facts, pool = kept.link.facts, kept.mirror.planes.get("fingerprints")
+            if facts is None or pool is None or not kept.link.is_up:
+                continue
+            prompt = page_fingerprints(ids, facts.page_size, facts.fingerprint_key, salt)
+            work = partial(cached_tokens, prompt, pool, facts.page_size)
+            most = max(most, await self._backstage.prompts.beside(pool.nbytes, work))
+        return most
 
     # Open and close
 

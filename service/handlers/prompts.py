@@ -5,7 +5,8 @@ Owns the choice of thread: long text is rendered and tokenized beside the event 
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from kvatlas.v1 import generation_pb2 as pb
 from service import errors
@@ -15,6 +16,7 @@ from service.text.chat import ChatTemplate, ChatTemplateError, ChatTurn
 from service.text.threads import TextThreads
 from service.text.tokenizer import ChatText, Encoded, Tokenizer
 
+T = TypeVar("T")
 _ROLES = {
     pb.CHAT_ROLE_SYSTEM: "system",
     pb.CHAT_ROLE_USER: "user",
@@ -61,6 +63,10 @@ class Prompts:
             4 * len(token_ids),
             lambda: self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens),
         )
+
+    async def beside(self, num_bytes: int, work: Callable[[], T]) -> T:
+        """Other work over so many bytes, beside the event loop if it is long."""
+        return await self._threads.run(num_bytes, work)
 
     def check_chat(self, chat: pb.ChatPrompt) -> None:
         """Raises Failure for what this model's chats do not offer; nothing is ignored (H8)."""
