@@ -127,10 +127,18 @@ def headline(page_map: PageMap) -> str:
     """Which pool, how large, as of when."""
     geometry = page_map.geometry
     size_mib = geometry.page_count * geometry.page_bytes / 2**20
+    size = f" · {size_mib:,.1f} MiB" if size_mib else ""  # a device of lists holds no bytes
     return (
         f"{geometry.worker_id or 'worker'} · {geometry.page_count:,} pages of {geometry.page_size} tokens"
-        f" · {size_mib:,.1f} MiB · revision {page_map.revision.number:,}"
+        f"{size} · revision {page_map.revision.number:,}"
     )
+
+
+def short_name(request_id: str, choice_index: int) -> str:
+    """A sequence in at most 24 columns: both ends of its request's id, since ids made at once begin alike."""
+    name = request_id or "(other tenant)"
+    short = name if len(name) <= 20 else f"{name[:8]}…{name[-11:]}"
+    return f"{short}#{choice_index}"
 
 
 def legend(counts: Mapping[str, int]) -> list[tuple[Cell, str]]:
@@ -144,7 +152,7 @@ def owner_legend(page_map: PageMap) -> list[tuple[Cell, str]]:
     return [
         (
             _owner_cell(sequence.owner),
-            f"{sequence.request_id or '(other tenant)'}#{sequence.choice_index} · {sequence.state}"
+            f"{short_name(sequence.request_id, sequence.choice_index)} · {sequence.state}"
             f" · {len(sequence.page_ids)} pages · {sequence.token_count} tokens",
         )
         for sequence in sequences

@@ -6,7 +6,7 @@ Pure: a PageMap in, an SVG document out. The README's picture is made by it.
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from kvatlas.cli.page_art import headline
+from kvatlas.cli.page_art import headline, short_name
 from kvatlas.cli.palette import GROUND_DARK, LOOKS
 from kvatlas.client.page_map import STATE_NAMES, PageMap, SequencePages
 
@@ -141,6 +141,4 @@ def _ribbons(page_map: PageMap, sequences: list[SequencePages], top: int) -> Ite
 
 
 def _label(sequence: SequencePages) -> str:
-    name = sequence.request_id or "(other tenant)"
-    short = name if len(name) <= 22 else name[:9] + "…" + name[-12:]
-    return f"{short} #{sequence.choice_index} {sequence.state}"
+    return f"{short_name(sequence.request_id, sequence.choice_index)} {sequence.state}"

@@ -13,13 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from kvatlas.cli.exits import DONE
+from kvatlas.cli.page_art import short_name
 from kvatlas.cli.palette import FREE_IN_TERMINAL, LOOKS
 from kvatlas.client.page_map import state_name
 from kvatlas.client.sync import Client
 from kvatlas.v1 import cache_pb2, server_pb2
 
 MAX_BAR = 72
-REQUEST_ID_COLUMNS = 24
 
 Key = tuple[str, int]
 
@@ -150,7 +150,7 @@ def _sequence_table(picture: Picture, before: Picture | None, max_rows: int) -> 
     if not sequences:
         return Text("no sequences", "dim")
     table = Table(box=None, pad_edge=False)
-    table.add_column("request", max_width=REQUEST_ID_COLUMNS, no_wrap=True)
+    table.add_column("request", no_wrap=True)
     table.add_column("state")
     for name in ("pages", "tokens", "prompt", "cached", "tokens/s", "prio"):
         table.add_column(name, justify="right")
@@ -173,7 +173,7 @@ def _sequence_cells(
     wait = cache_pb2.WaitReason.Name(info.wait_reason).removeprefix("WAIT_REASON_").lower()
     needs = f" ({info.needed_pages})" if info.needed_pages else ""
     return [
-        f"{info.request_id or '(other tenant)'}#{info.choice_index}",
+        short_name(info.request_id, info.choice_index),
         state_name(info.state),
         str(len(info.page_ids) // 4),  # a plane of u32
         str(info.token_count),
