@@ -1,0 +1,85 @@
+"""Which attention backend a worker uses: named, checked and told; and the order in which a worker ends."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from worker.config import ConfigError, WorkerConfig
+from worker.devices import FakeDevice
+from worker.execution.runner import Runner
+from worker.link.server import EngineLink
+from worker.process import WorkerProcess
+from worker.torch_device import TorchDevice
+
+TINY = WorkerConfig(model="random:tiny", num_pages=8, page_size=4, metrics_port=-1)
+
+
+def test_the_backend_is_chosen_by_name_or_by_the_device_and_told() -> None:
+    """M-30: the choice is among the facts that services, metrics and the log get."""
+    device = TorchDevice()
+    assert device.facts(replace(TINY, attention_backend="reference")).attention_backend == "reference"
+    assert device.facts(replace(TINY, attention_backend="auto")).attention_backend in ("reference", "cpu")
+
+
+def test_an_unknown_backend_is_refused_by_name() -> None:
+    """M-30, M-29: nothing else is taken in its place."""
+    config = replace(TINY, attention_backend="fastest").resolved(model_context=64, automatic_pages=8)
+    with pytest.raises(ConfigError, match="fastest"):
+        TorchDevice().build(config)
+
+
+def test_the_choice_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """M-30: one line at the start names model, dtype and backend."""
+    config = replace(TINY, attention_backend="reference").resolved(model_context=64, automatic_pages=8)
+    with caplog.at_level(logging.INFO):
+        runner = TorchDevice().build(config)
+    runner.close()
+    assert any("model_loaded" in line and "reference" in line for line in caplog.messages)
+
+
+class WatchedRunner:
+    """A Runner that says when it is closed."""
+
+    def __init__(self, runner: Runner, order: list[str]) -> None:
+        self.launch = runner.launch
+        self.read_rows = runner.read_rows
+        self._close = runner.close
+        self._order = order
+
+    def close(self) -> None:
+        self._order.append("device")
+        self._close()
+
+
+class WatchedDevice(FakeDevice):
+    """Builds a runner that is watched."""
+
+    def __init__(self, order: list[str]) -> None:
+        self._order = order
+
+    def build(self, config: WorkerConfig) -> Runner:
+        return WatchedRunner(super().build(config), self._order)
+
+
+def test_the_device_is_let_go_before_the_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """M-26: what runs on the device ends first, communication last, each once."""
+    order: list[str] = []
+    close = EngineLink.close
+
+    def watched_close(link: EngineLink) -> None:
+        order.append("sockets")
+        close(link)
+
+    monkeypatch.setattr(EngineLink, "close", watched_close)
+    config = replace(
+        TINY,
+        runner="fake",
+        engine_address=f"ipc://{tmp_path}/engine",
+        pages_address=f"ipc://{tmp_path}/pages",
+    )
+    with WorkerProcess(config, WatchedDevice(order)) as process:
+        process.stop()
+        assert process.run() == 0
+    assert order == ["device", "sockets"]
