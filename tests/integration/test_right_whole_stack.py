@@ -132,12 +132,15 @@ def test_every_answer_equals_transformers(
     page_size: int,
     chunk: int,
 ) -> None:
-    """All prompts in full: 1 to 1,500 tokens, cold and warm, alone and 16 at once."""
+    """All prompts in full: 1 to 1,500 tokens, cold and warm, alone and 16 at once.
+
+    A step of 7 tokens has room for 6 running sequences; of 16 at once, the others wait.
+    """
     asked = entries()
     assert len(asked) >= 18
     server = start_server(
-        *("--model", str(model_path), "--page-size", str(page_size), "--max-running", str(AT_ONCE)),
-        *("--num-pages", str(32_768 // page_size), "--set-worker", f"max_chunk_tokens={chunk}"),
+        *("--model", str(model_path), "--page-size", str(page_size), "--num-pages", str(32_768 // page_size)),
+        *("--max-running", str(min(AT_ONCE, chunk - 1)), "--set-worker", f"max_batch_tokens={chunk}"),
         *("--set-worker", "max_context=2048", "--set-worker", "debug=on", "--set-worker", "debug_poison=on"),
     )
     with grpc.insecure_channel(server.address) as channel:
