@@ -296,6 +296,7 @@ def test_a_worker_that_stays_away_ends_every_call_by_the_table(
     assert time.monotonic() - began < 1.0 + 3.0
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_lost_and_no_token_comes_twice_when_it_goes_on(
     make_stack: MakeStack, wait_until: Any
 ) -> None:
@@ -321,6 +322,7 @@ def test_a_stopped_worker_is_lost_and_no_token_comes_twice_when_it_goes_on(
     wait_until(lambda: stack.active_pages() == 0, "the pages to be free")
 
 
+@pytest.mark.slow
 def test_a_worker_that_drains_hands_over_and_its_successor_goes_on(
     make_stack: MakeStack, wait_until: Any
 ) -> None:

@@ -19,7 +19,7 @@ SMALL_WINDOWS = [("grpc.http2.bdp_probe", 0)]
 @pytest.fixture
 def running(tmp_path: Any) -> Iterator[RunningService]:
     script = WorkerScript(step_ms=0, max_context=100_000)
-    with running_service(tmp_path, script=script, slow_reader_seconds=1.0) as service:
+    with running_service(tmp_path, script=script, slow_reader_seconds=0.6) as service:
         yield service
 
 
@@ -41,7 +41,7 @@ def test_a_reader_that_takes_nothing_loses_its_place_first_and_then_its_call(
         wait_until(lambda: running.is_idle, "the place to be given back")
         assert running.value("kvatlas_stream_slow_readers_total") == 1
         assert running.value("kvatlas_requests_total", outcome="failed") == 1
-        assert running.value("kvatlas_stream_send_blocked_seconds_total") >= 0.9
+        assert running.value("kvatlas_stream_send_blocked_seconds_total") >= 0.5
         assert running.value("kvatlas_stream_queue_tokens") == 0
         assert not call.done()  # a status cannot overtake what was not read
         with pytest.raises(grpc.RpcError) as raised:
@@ -66,6 +66,7 @@ def test_a_late_reader_gets_everything_in_larger_messages(running: RunningServic
     assert running.value("kvatlas_stream_merges_total") >= 900 - len(deltas)
 
 
+@pytest.mark.slow
 def test_readers_that_do_not_read_do_not_hold_up_those_that_do(tmp_path: Any, wait_until: Any) -> None:
     """Four readers beside twenty that never read keep at least 70 % of the rate that they have alone."""
     labels = {"fake.step_ms": "4"}
@@ -99,6 +100,7 @@ def test_readers_that_do_not_read_do_not_hold_up_those_that_do(tmp_path: Any, wa
         wait_until(lambda: running.is_idle, "idle service and worker")
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_while_its_status_is_held_up_ends_the_handler(
     running: RunningService, wait_until: Any
 ) -> None:

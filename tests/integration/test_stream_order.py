@@ -132,7 +132,7 @@ def test_a_request_without_an_id_gets_a_uuid_of_version_7(stub: Any) -> None:
 
 
 def test_queue_updates_come_first_and_only_when_asked_for(stub: Any) -> None:
-    labels = {"fake.wait_ms": "1500", "fake.queue_position": "3", "fake.estimated_wait_ms": "2000"}
+    labels = {"fake.wait_ms": "1200", "fake.queue_position": "3", "fake.estimated_wait_ms": "2000"}
     quiet = stream(stub, spec_of("a", 1, labels=labels))
     assert "queued" not in kinds(quiet)
     loud = stream(stub, spec_of("a", 1, labels=labels), queue_updates=True)
