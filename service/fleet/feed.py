@@ -85,7 +85,7 @@ SequenceKey = tuple[str, int, int]
 
 @dataclass(slots=True)
 class SequenceRecord:
-    """A live sequence. Not changed once a mirror holds it; frozen would triple the cost of making one."""
+    """A live sequence. Never changed; not frozen only because that would triple the cost of making one."""
 
     request_id: str
     choice_index: int
@@ -108,6 +108,27 @@ class SequenceRecord:
     def key(self) -> SequenceKey:
         """Identity over its whole life, preemptions included."""
         return self.request_id, self.choice_index, self.receive_time_ns
+
+    def with_pages(self, pages: Pages) -> "SequenceRecord":
+        """The same with other pages; written out, since dataclasses.replace takes four times as long."""
+        return SequenceRecord(
+            self.request_id,
+            self.choice_index,
+            self.owner,
+            self.row,
+            self.state,
+            pages,
+            self.token_count,
+            self.prompt_tokens,
+            self.prefix,
+            self.priority,
+            self.preemptions,
+            self.receive_time_ns,
+            self.wait_reason,
+            self.needed_pages,
+            self.tenant,
+            self.labels,
+        )
 
 
 @dataclass(frozen=True, slots=True)

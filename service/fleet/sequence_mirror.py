@@ -105,7 +105,7 @@ class SequenceMirror:
         record, first = change.record, change.first_page_index
         known = self.records.get(record.key)
         if first:
-            record.pages = _extended(known, first, record)
+            record = record.with_pages(_extended(known, first, record))
         if known is not None and known.owner and known.owner != record.owner:
             self._leave(known.owner, number, news)
         if record.owner:
