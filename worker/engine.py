@@ -28,10 +28,11 @@ from worker.scheduling.step import Step, StepResult
 from worker.stats import StepStats
 from worker.status import StatusBoard, StepMark
 
-OBSERVE_SECONDS = 0.05
+OBSERVE_SECONDS = 0.1
 IDLE_OBSERVE_SECONDS = 1.0  # an idle worker still accrues idle time
 ROOM_SECONDS = 0.05
 AUDIT_SHARE = 0.005  # of the engine's time at most
+AUDITED_PAGES = 4096  # looked at one by one in one round, 0.4 us each; the next round goes on behind them
 AUDITED_ROWS = 4  # compared with the device in one round
 EXIT_OK, EXIT_BUG, EXIT_OUT_OF_MEMORY = 0, 70, 75
 
@@ -51,6 +52,7 @@ class EngineSettings:
     overlap: bool = False
     drain_grace: float = 60.0
     audit_interval: float = 1.0
+    observe_interval: float = OBSERVE_SECONDS
     debug: bool = False
     poison: Callable[[Sequence[int]], None] | None = None  # debugging: fills freed pages with NaN
 
@@ -353,10 +355,10 @@ class Engine:
         if not self._observations.put(observation):
             self._wants_snapshot = True  # what was in it is lost to the observer
         self._has_news = False
-        self._next_observation = now + OBSERVE_SECONDS
+        self._next_observation = now + self._settings.observe_interval
 
     def _run_audit(self, now: float) -> None:
-        findings = [Finding(found.check, str(found)) for found in self._scheduler.check()]
+        findings = [Finding(found.check, str(found)) for found in self._scheduler.check(AUDITED_PAGES)]
         rows = self._scheduler.rows_for_audit(AUDITED_ROWS)
         if rows:
             slots = list(rows.values())

@@ -16,16 +16,21 @@ from typing import cast
 import torch
 
 from kernels.backend import AttentionBackend
+from kernels.cpu.library import cpu_library
+from kernels.cpu_backend import CpuBackend
 from kernels.reference import ReferenceBackend
+from kvatlas.models.files import ModelFiles
 from kvatlas.models.resolve import resolve_model
 from worker.config import ConfigError, WorkerConfig
 from worker.description import ModelDescription
 from worker.devices import DeviceFacts, describe
+from worker.execution.cpu_model import cpu_parts
 from worker.execution.kv_pool import bytes_per_page, pages_that_fit
 from worker.execution.runner import Runner
 from worker.execution.torch_runner import RunnerConfig, TorchRunner
 from worker.log import log_event
 from worker.model.config import ModelConfig
+from worker.model.llama import Model
 from worker.model.parameters import parameter_shapes
 from worker.model.source import load_model, read_config
 
@@ -64,11 +69,10 @@ class TorchDevice:
         if config.device == "cpu":
             torch.set_num_threads(config.threads or os.cpu_count() or 1)
         files, device, dtype = resolve_model(config.model), _device(config), _dtype(config)
-        model = load_model(
-            files, device=device, dtype=dtype, max_context=config.max_context, seed=config.seed
-        )
+        name = _backend_name(config, device)
+        model = _load(files, config, device, dtype, is_fast_cpu=name == "cpu")
         shape = model.config
-        backend = _backend(_backend_name(config, device), shape, config.max_context)
+        backend = _backend(name, shape, config.max_context)
         runner_config = RunnerConfig(
             max_running=config.max_running,
             max_context=config.max_context,
@@ -94,21 +98,42 @@ class TorchDevice:
         return TorchRunner(model, backend, runner_config, device)
 
 
+def _load(
+    files: ModelFiles, config: WorkerConfig, device: torch.device, dtype: torch.dtype, *, is_fast_cpu: bool
+) -> Model:
+    library = cpu_library() if is_fast_cpu and dtype == torch.float32 else None
+    if library is None:
+        return load_model(files, device=device, dtype=dtype, max_context=config.max_context, seed=config.seed)
+    parts = cpu_parts(library)
+    return load_model(
+        files,
+        device=device,
+        dtype=dtype,
+        max_context=config.max_context,
+        linear_factory=parts.linear_factory,
+        embedding_factory=parts.embedding_factory,
+        operations=parts.operations,
+        seed=config.seed,
+    )
+
+
 def _backend(name: str, shape: ModelConfig, max_context: int) -> AttentionBackend:
     if name == "reference":
         return ReferenceBackend()
+    if name == "cpu":
+        return CpuBackend()
     if name == "triton":
         backend = import_module("kernels.triton_backend").TritonBackend
         return cast(
             AttentionBackend, backend(shape.num_heads, shape.num_kv_heads, shape.head_dim, max_context)
         )
-    raise ConfigError(f"attention_backend: {name!r} is none of auto, reference, triton")
+    raise ConfigError(f"attention_backend: {name!r} is none of auto, cpu, reference, triton")
 
 
 def _backend_name(config: WorkerConfig, device: torch.device) -> str:
     if config.attention_backend != "auto":
         return config.attention_backend
-    return "triton" if device.type == "cuda" else "reference"
+    return "triton" if device.type == "cuda" else "cpu"
 
 
 def _device(config: WorkerConfig) -> torch.device:

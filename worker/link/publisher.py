@@ -33,8 +33,7 @@ from worker.stats import PoolTotals
 DELTAS, EVENTS = b"d", b"e"
 """Topics."""
 
-PUBLISH_SECONDS = 0.05
-IDLE_SECONDS = 0.1  # between two turns without a subscriber
+PUBLISH_SECONDS = 0.1
 SIGN_OF_LIFE_SECONDS = 0.5  # an empty delta, so that mirrors know how old they are
 SEND_HIGH_WATER_MARK = 64
 MAX_EVENTS_PER_MESSAGE = 16_384
@@ -88,7 +87,7 @@ class PageFeed:
                     self._answer_snapshot(call, fold, pool)
                 case ReplayCall():
                     self._answer_replay(call, pool)
-        return PUBLISH_SECONDS if self.topics else IDLE_SECONDS
+        return PUBLISH_SECONDS
 
     def _take_subscriptions(self, pool: PoolTotals) -> None:
         while True:

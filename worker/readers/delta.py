@@ -90,8 +90,8 @@ def take_delta(ledger: Ledger, book: SequenceBook, base_number: int) -> FeedDelt
         page_ids=page_ids,
         pages=planes(ledger, page_ids),
         sequences=changes.changed,
-        progress_owners=np.array([owner for owner, _ in changes.progress], dtype=np.uint16),
-        progress_tokens=np.array([tokens for _, tokens in changes.progress], dtype=np.uint32),
+        progress_owners=changes.progress_owners,
+        progress_tokens=changes.progress_tokens,
         ended_owners=changes.ended_owners,
         ended_waiting=changes.ended_waiting,
     )

@@ -5,6 +5,8 @@ costs the same however busy the pool is. Lives on the observer thread; holds no 
 PoolSnapshot when events were lost.
 """
 
+from array import array
+
 import numpy as np
 import numpy.typing as npt
 
@@ -194,15 +196,19 @@ class Ledger:
         unique, counts = np.unique(hit_pages, return_counts=True)
         self.hits[unique] = np.minimum(self.hits[unique] + counts, 65535)
 
-    def fill(self, page: int, slots: int) -> None:
-        """A page holds so many tokens now; sealed pages are full by their event."""
-        before = int(self.filled[page])
-        if before == slots or self.sealed[page]:
+    def fill(self, pages: "array[int]", slots: "array[int]") -> None:
+        """Pages hold so many tokens now; the last entry of a page counts, sealed pages are full anyway."""
+        if not pages:
             return
-        self.filled[page] = slots
-        self.dirty[page] = True
-        if self.states[page] == ACTIVE:
-            self.filled_slots += slots - before
+        at, now = np.frombuffer(pages, np.uint32), np.frombuffer(slots, np.uint16)
+        moved = (self.filled[at] != now) & ~self.sealed[at]
+        at, now = at[moved], now[moved]
+        touched = np.unique(at)
+        active = touched[self.states[touched] == ACTIVE]
+        before = int(self.filled[active].sum(dtype=np.int64))
+        self.filled[at] = now
+        self.filled_slots += int(self.filled[active].sum(dtype=np.int64)) - before
+        self.dirty[touched] = True
 
     def _count(self, touched: U32, sign: int) -> None:
         states, refs = self.states[touched], self.refs[touched]

@@ -15,11 +15,11 @@ from worker.log import log_event
 from worker.pages.events import EventRing
 from worker.readers.audit import AuditBook
 from worker.readers.delta import totals
-from worker.readers.ledger import Ledger, slots_of_page
+from worker.readers.ledger import Ledger
 from worker.readers.load import LoadMeter
 from worker.readers.metrics import MetricsView, StepMeter, first_view
 from worker.readers.observation import Observation
-from worker.readers.sequences import SequenceBook, pages_between
+from worker.readers.sequences import Fills, SequenceBook
 from worker.stats import EngineCounts, LoadView, PoolTotals, SequenceView
 
 MAX_EVENTS_PER_FOLD = 16_384
@@ -32,7 +32,7 @@ class Fold:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.ledger = Ledger(num_pages, page_size)
-        self.book = SequenceBook()
+        self.book = SequenceBook(page_size)
         self.counts = EngineCounts()
         self.num_rebuilds = 0
         self.started: list[SequenceView] = []  # sequences that got their owner number in this turn
@@ -94,11 +94,11 @@ class Observer:
         self.metrics: MetricsView = first_view(self._fold.pool())
         self._wake = threading.Event()
         self._is_stopping = False
-        self._thread = threading.Thread(target=self._run, name="kvatlas-observer", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="kvatlas-observer", daemon=True)
 
     def start(self) -> None:
         """Begins to fold."""
-        self._thread.start()
+        self.thread.start()
 
     def wake(self) -> None:
         """There is something to answer before the next turn."""
@@ -108,8 +108,8 @@ class Observer:
         """Folds what is there, publishes it, ends the thread; idempotent."""
         self._is_stopping = True
         self._wake.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self.thread.ident is not None:
+            self.thread.join()
 
     def _run(self) -> None:
         try:
@@ -180,31 +180,14 @@ class Observer:
             entry = book.end(sequence_id)
             if entry is not None and entry.view.owner:
                 self._fold.ended_owners.append(entry.view.owner)
+        fills = Fills()
         for view in observation.changes:
-            self._change(view)
-        for owner, tokens in zip(observation.progress_owners, observation.progress_tokens, strict=True):
-            self._progress(owner, tokens)
-
-    def _change(self, view: SequenceView) -> None:
-        ledger, page_size = self._fold.ledger, self._fold.ledger.page_size
-        known = self._fold.book.get(view.sequence_id)
-        if view.owner and (known is None or known.view.owner != view.owner):
-            self._fold.started.append(view)
-        before = known.token_count if known is not None else 0
-        entry = self._fold.book.change(view)
-        first = min(view.first_page_index, before // page_size)
-        for index in range(first, len(entry.pages)):
-            ledger.fill(entry.pages[index], slots_of_page(index, view.token_count, page_size))
-
-    def _progress(self, owner: int, tokens: int) -> None:
-        ledger, page_size = self._fold.ledger, self._fold.ledger.page_size
-        entry = self._fold.book.owner(owner)
-        if entry is None or entry.token_count == tokens:
-            return
-        for index in pages_between(entry.token_count, tokens, page_size):
-            if index < len(entry.pages):
-                ledger.fill(entry.pages[index], slots_of_page(index, tokens, page_size))
-        self._fold.book.progress(owner, tokens)
+            known = book.get(view.sequence_id)
+            if view.owner and (known is None or known.view.owner != view.owner):
+                self._fold.started.append(view)
+            book.change(view, fills)
+        book.progress(observation.progress_owners, observation.progress_tokens, fills)
+        self._fold.ledger.fill(fills.pages, fills.slots)
 
     def _rebuild(self, observation: Observation) -> None:
         fold = self._fold
@@ -214,7 +197,7 @@ class Observer:
         fold.num_rebuilds += 1
         self._waits_for_snapshot = False
         for view in observation.snapshot.sequences:
-            fold.book.change(view)
+            fold.book.change(view, Fills())  # the snapshot has the planes as well
         log_event(logger, logging.INFO, "observer_rebuilt", revision=fold.ledger.revision)
 
     def _view(self, pool: PoolTotals) -> MetricsView:

@@ -1,0 +1,369 @@
+"""What looking costs: `python -m benchmarks.observation`.
+
+The engine's real loop with a runner that answers at once or after a fixed time (a device on which the
+host waits without holding the interpreter), 256 sequences, pool churning. Everything that observes on
+(event fold, metrics, load, 10 Hz page feed with a subscriber, a scrape a second, the live audit) against
+all of it off, in turns, in one run. Then the parts: a step's message, a fold, a delta, a snapshot.
+"""
+
+import argparse
+import statistics
+import threading
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import zmq
+from prometheus_client import CollectorRegistry, generate_latest
+
+from benchmarks.record import percentile, write_result
+from worker.channels import CommandQueue, Handover, OutputQueue
+from worker.description import ModelDescription, PoolDescription, WorkerDescription
+from worker.engine import Engine, EngineSettings
+from worker.ids import SequenceId
+from worker.link import codec, page_codec
+from worker.link.publisher import DELTAS, PageFeed
+from worker.messages import AddRequest, EngineCommand, LinkMessage, ObserverCall, StepOutputs
+from worker.pages.events import EventColumns, EventRing, PageEventKind
+from worker.pages.page_cache import CacheConfig
+from worker.readers.delta import snapshot_parts, take_delta, totals
+from worker.readers.ledger import Ledger
+from worker.readers.metrics import WorkerCollector
+from worker.readers.observation import Observation
+from worker.readers.observer import Observer
+from worker.readers.sequences import SequenceBook
+from worker.scheduling.output import OutputColumns
+from worker.scheduling.request import RequestSpec
+from worker.scheduling.sampling import SamplingParams
+from worker.scheduling.scheduler import Scheduler
+from worker.scheduling.settings import SchedulerConfig
+from worker.scheduling.step import Step, StepResult
+from worker.stats import EngineCounts
+from worker.status import first_board
+
+PAGE_SIZE = 16
+CONTEXT = 4096
+PROMPT = 512
+MAX_TOKENS = 96
+
+
+class Done:
+    """A step whose result is there after a time."""
+
+    def __init__(self, step: Step, ready: float) -> None:
+        self._step = step
+        self._ready = ready
+
+    def result(self) -> StepResult:
+        """Waits as for a device: without the interpreter."""
+        if (left := self._ready - time.perf_counter()) > 0:
+            time.sleep(left)
+        return StepResult([7] * len(self._step.sampled))
+
+
+class InstantRunner:
+    """No model: every token is 7. Keeps the page table, by page, for the audit."""
+
+    def __init__(self, step_seconds: float, max_running: int) -> None:
+        self._step_seconds = step_seconds
+        self._pages = np.zeros((max_running + 1, CONTEXT // PAGE_SIZE), dtype=np.int32)
+
+    def launch(self, step: Step) -> Done:
+        """Ready after the fixed time."""
+        if step.new_page_ids:
+            rows, indexes, ids = step.new_page_rows, step.new_page_indexes, step.new_page_ids
+            self._pages[np.asarray(rows), np.asarray(indexes)] = np.asarray(ids)
+        return Done(step, time.perf_counter() + self._step_seconds)
+
+    def read_rows(self, rows: list[int], num_slots: list[int]) -> list[list[int]]:
+        """Slots of rows."""
+        offsets = np.arange(PAGE_SIZE, dtype=np.int32)
+        slots = (self._pages[rows][:, :, None] * PAGE_SIZE + offsets).reshape(len(rows), -1)
+        return [row[:count].tolist() for row, count in zip(slots, num_slots, strict=True)]
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One kind of run."""
+
+    sequences: int
+    pages: int
+    step_ms: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run gave."""
+
+    tokens_per_second: float
+    engine_seconds_per_step: float  # processor time
+    observer_share: float  # of one core
+
+
+def describe(pages: int, sequences: int) -> WorkerDescription:
+    """A worker of these sizes."""
+    pool = PoolDescription(pages, PAGE_SIZE, sequences, CONTEXT, "lru")
+    model = ModelDescription("bench", 1000, CONTEXT)
+    return WorkerDescription("bench", 1, model, pool, 4096, CONTEXT, 0, (), "", b"")
+
+
+class Loop:
+    """An engine under constant load: what ends is replaced."""
+
+    def __init__(self, setting: Setting, folder: Path, *, observed: bool) -> None:
+        self.setting = setting
+        cache = CacheConfig(setting.pages, PAGE_SIZE)
+        config = SchedulerConfig(
+            cache, max_running=setting.sequences, max_step_tokens=8192, max_context_tokens=CONTEXT
+        )
+        self.scheduler = Scheduler(config)
+        description = describe(setting.pages, setting.sequences)
+        self.board = first_board(description, time.monotonic())
+        self.commands: CommandQueue[EngineCommand] = CommandQueue(4096)
+        self.outputs: OutputQueue[LinkMessage] = OutputQueue(1024)
+        self.observations: Handover[Observation] = Handover(64 if observed else 0)
+        settings = EngineSettings(overlap=setting.step_ms > 0, audit_interval=1.0 if observed else 1e9)
+        if not observed:
+            settings = EngineSettings(overlap=setting.step_ms > 0, audit_interval=1e9, observe_interval=1e9)
+        self.engine = Engine(
+            self.scheduler,
+            InstantRunner(setting.step_ms / 1000, setting.sequences),
+            settings,
+            commands=self.commands,
+            outputs=self.outputs,
+            observations=self.observations,
+            board=self.board,
+            on_state=lambda: None,
+        )
+        self.num_tokens = 0
+        self._next_id = 1
+        self._is_over = False
+        self.registry = CollectorRegistry()
+        self.observer = self._observer(folder, description) if observed else None
+
+    def _observer(self, folder: Path, description: WorkerDescription) -> Observer:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        ring = self.scheduler.cache.events
+        calls: Handover[ObserverCall] = Handover(8)
+        feed = PageFeed(
+            self.context,
+            f"ipc://{folder}/pages",
+            description=description,
+            ring=ring,
+            calls=calls,
+            answers=self.outputs,
+        )
+        self.subscriber = self.context.socket(zmq.SUB)
+        self.subscriber.connect(f"ipc://{folder}/pages")
+        self.subscriber.subscribe(DELTAS)
+        observer = Observer(
+            ring,
+            self.observations,
+            num_pages=self.setting.pages,
+            page_size=PAGE_SIZE,
+            ask_for_snapshot=self.engine.ask_for_snapshot,
+            on_load=lambda load: None,
+            on_failure=self.engine.fail,
+            sink=feed,
+        )
+        WorkerCollector(
+            self.registry,
+            description,
+            view=lambda: observer.metrics,
+            mismatches=lambda: 0,
+            watermark_pages=0,
+        )
+        observer.start()
+        return observer
+
+    def _add(self) -> None:
+        prompt = array("I", [self._next_id % 997]) * PROMPT
+        spec = RequestSpec(
+            SequenceId(self._next_id), prompt, SamplingParams(max_tokens=MAX_TOKENS), source="s"
+        )
+        self._next_id += 1
+        self.commands.put(AddRequest(spec))
+
+    def _serve(self) -> None:
+        """The I/O thread: encodes and keeps the number of sequences."""
+        scrape = time.monotonic() + 1.0
+        while not self._is_over:
+            self.outputs.wakeup.clear()
+            for message in self.outputs.take(64):
+                if isinstance(message, StepOutputs):
+                    for columns in message.by_source.values():
+                        codec.step_output(message.step, 0.0, columns).SerializeToString()
+                        self.num_tokens += len(columns.token_ids)
+                        for _ in columns.ends:
+                            self._add()
+            if self.observer is not None and time.monotonic() > scrape:
+                scrape += 1.0
+                generate_latest(self.registry)
+            if not len(self.outputs):
+                time.sleep(0.0005)
+
+    def run(self) -> Run:
+        """Figures of the window after a warm-up."""
+        io = threading.Thread(target=self._serve)
+        engine = threading.Thread(target=self.engine.run)
+        for _ in range(self.setting.sequences):
+            self._add()
+        engine.start()
+        io.start()
+        time.sleep(1.0)
+        threads = [engine] if self.observer is None else [engine, self.observer.thread]
+        before, began = self._marks(threads), time.perf_counter()
+        time.sleep(self.setting.seconds)
+        after, seconds = self._marks(threads), time.perf_counter() - began
+        tokens, steps, engine_cpu, *observer_cpu = [b - a for a, b in zip(before, after, strict=True)]
+        run = Run(tokens / seconds, engine_cpu / max(steps, 1), (sum(observer_cpu)) / seconds)
+        self.engine.stop()
+        self.engine.stop()
+        engine.join()
+        self._is_over = True
+        io.join()
+        if self.observer is not None:
+            self.observer.close()
+            self.subscriber.close()
+            self.context.term()
+        self.outputs.close()
+        return run
+
+    def _marks(self, threads: list[threading.Thread]) -> list[float]:
+        """Tokens, steps, and the processor time of each thread: steadier than wall time on a busy machine."""
+        clocks = [time.pthread_getcpuclockid(thread.ident) for thread in threads if thread.ident is not None]
+        times = [time.clock_gettime(clock) for clock in clocks]
+        return [float(self.num_tokens), float(self.scheduler.step_number), *times]
+
+
+def compare(setting: Setting, rounds: int) -> dict[str, float]:
+    """Off and on, in turns."""
+    runs: dict[bool, list[Run]] = {False: [], True: []}
+    for _ in range(rounds):
+        for observed in (False, True):
+            with TemporaryDirectory() as folder:
+                runs[observed].append(Loop(setting, Path(folder), observed=observed).run())
+    off, on = (_median(runs[observed]) for observed in (False, True))
+    return {
+        "tokens_per_second_off": round(off.tokens_per_second),
+        "tokens_per_second_on": round(on.tokens_per_second),
+        "engine_cpu_us_per_step_off": round(off.engine_seconds_per_step * 1e6, 1),
+        "engine_cpu_us_per_step_on": round(on.engine_seconds_per_step * 1e6, 1),
+        "observer_cpu_share": round(on.observer_share, 4),
+    }
+
+
+def _median(runs: list[Run]) -> Run:
+    return Run(
+        statistics.median(run.tokens_per_second for run in runs),
+        statistics.median(run.engine_seconds_per_step for run in runs),
+        statistics.median(run.observer_share for run in runs),
+    )
+
+
+def timed(work: Callable[[], object], repeats: int = 200) -> dict[str, float]:
+    """Microseconds: median, p10, p90."""
+    for _ in range(10):
+        work()
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        work()
+        times.append((time.perf_counter() - began) * 1e6)
+    return {
+        "median_us": round(statistics.median(times), 1),
+        "p10_us": round(percentile(times, 0.1), 1),
+        "p90_us": round(percentile(times, 0.9), 1),
+    }
+
+
+def step_message(num_tokens: int) -> dict[str, float]:
+    """One StepOutput, built and serialized."""
+    ids = [codec.inner_id(3, number) for number in range(num_tokens)]
+    columns = OutputColumns(array("Q", ids), array("I", range(num_tokens)), bytearray(num_tokens))
+    return timed(lambda: codec.step_output(1, 0.01, columns).SerializeToString())
+
+
+def events(num_events: int, num_pages: int) -> EventColumns:
+    """Allocations and ends of one-page sequences, in order."""
+    ring = EventRing(1 << 20)
+    draw = np.random.default_rng(1)
+    pages = draw.permutation(num_pages)[: num_events // 4]
+    for page in pages.tolist():
+        ring.append(PageEventKind.ALLOCATED, page, 1, 1)
+        ring.append(PageEventKind.SEALED, page, 1, 1, tag=9)
+        ring.append(PageEventKind.RELEASED, page, 1, 0)
+        ring.append(PageEventKind.CACHED, page, 1, 0)
+    found = ring.read(0, num_events)
+    assert found is not None
+    return found
+
+
+def parts(num_pages: int) -> dict[str, dict[str, float]]:
+    """Fold, delta and snapshot of a pool of this size."""
+    ledger, book = Ledger(num_pages, PAGE_SIZE), SequenceBook(PAGE_SIZE)
+    batch = events(1000, num_pages)
+    description = describe(num_pages, 256)
+
+    def fold() -> None:
+        ledger.revision = 0
+        ledger.fold(batch)
+
+    def delta() -> bytes:
+        ledger.dirty[batch.pages] = True
+        found = take_delta(ledger, book, 0)
+        message = page_codec.delta_feed(
+            found,
+            description=description,
+            pool=totals(ledger),
+            counts=EngineCounts(),
+            num_events=1,
+            time_ns=1,
+        )
+        return message.SerializeToString()
+
+    def snapshot() -> None:
+        for part in snapshot_parts(ledger, book):
+            page_codec.snapshot_reply(
+                1, part, description=description, pool=totals(ledger), counts=EngineCounts(), is_first=False
+            ).SerializeToString()
+
+    return {
+        "fold_1000_events": timed(fold),
+        "delta_250_pages": timed(delta),
+        "snapshot": timed(snapshot, 20),
+    }
+
+
+def main() -> None:
+    """Measures, prints and writes a result."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.observation", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help="into benchmarks/results/")
+    options = parser.parse_args()
+    figures: dict[str, object] = {}
+    for size in (32, 256, 1024):
+        figures[f"step_message_{size}"] = step_message(size)
+    for pages in (10_000, 100_000, 1_000_000):
+        figures[f"pool_{pages}"] = parts(pages)
+    for pages in (12_000, 100_000):
+        for step_ms in (0.0, 5.0):
+            setting = Setting(256, pages, step_ms, options.seconds)
+            figures[f"loop_{pages}_pages_{step_ms:g}_ms"] = compare(setting, options.rounds)
+    for name, figure in figures.items():
+        print(name, figure)
+    if options.write:
+        print(write_result("observation", figures, ["numpy", "protobuf", "pyzmq"]))
+
+
+if __name__ == "__main__":
+    main()
