@@ -9,7 +9,7 @@ import logging
 import random
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import cast
 
 from google.protobuf.message import DecodeError
@@ -137,13 +137,12 @@ class KeptMirror:
     async def events(self) -> EventRing:
         """The ring of events, filled from the worker at first use and followed for a while then."""
         self._events_used = self._loop.time()
-        if not self._has_events and self.link.is_up:
+        if not self._has_events and self.link.is_up and self.mirror.standing is Standing.CURRENT:
             self._has_events = True
             self.link.subscribe(page_codec.EVENTS)
             self._replaying = self._loop.create_task(self._replay())
         if self._replaying is not None:
-            with suppress(asyncio.CancelledError):
-                await asyncio.shield(self._replaying)
+            await asyncio.wait([self._replaying])
         return self.ring
 
     async def _replay(self) -> None:

@@ -44,6 +44,7 @@ class ScriptedLink:
         self.commands: list[str] = []
         self.events: list[tuple[int, int, int]] = []  # type, page, owner
         self.fails_with: worker_pb2.CommandReply | None = None
+        self.replay_gate: asyncio.Event | None = None
         self._dirty: set[int] = set()
         self._changed: set[int] = set()
 
@@ -135,6 +136,8 @@ class ScriptedLink:
             for part in self._snapshot():
                 yield worker_pb2.CommandReply(snapshot=part)
         elif kind == "replay":
+            if self.replay_gate is not None:
+                await self.replay_gate.wait()
             yield worker_pb2.CommandReply(events=self.event_batch(command.replay.after_number))
         elif kind == "page_table":
             for owner, info in self.sequences.items():
@@ -619,6 +622,51 @@ def test_a_page_is_told_with_its_sequences_children_and_last_events() -> None:
         assert (await refused(stage.servicer.GetPage(pb.GetPageRequest(page_id=50), None))).reason == (
             "WORKER_NOT_FOUND"
         )
+
+    run(work())
+
+
+def test_events_that_come_during_the_replay_are_not_lost_and_callers_may_leave() -> None:
+    async def work() -> None:
+        link = ScriptedLink(page_count=50)
+        link.touch(7, ACTIVE, owner=1)
+        stage = Stage(link)
+        await stage.welcome()
+        link.replay_gate = asyncio.Event()
+        request = pb.GetPageRequest(page_id=7, event_limit=10)
+        leaving, staying = (asyncio.ensure_future(stage.servicer.GetPage(request, None)) for _ in range(2))
+        await until(lambda: "replay" in link.commands)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        assert leaving.cancelled()
+        link.touch(7, CACHED, kind=5)
+        stage.mirrors.link_fed(cast(Any, link), b"e", link.event_feed(1))
+        link.events, told = link.events[:1], link.events  # the worker answered before the last event
+        link.replay_gate.set()
+        page = await staying
+        link.events = told
+        assert [(event.number, event.type) for event in page.events] == [(1, 1), (2, 5)]
+
+    run(work())
+
+
+def test_a_new_life_begins_a_new_ring_of_events() -> None:
+    async def work() -> None:
+        link = ScriptedLink(page_count=50)
+        for _ in range(30):
+            link.touch(7, ACTIVE, owner=1)
+        stage = Stage(link)
+        await stage.welcome()
+        request = pb.GetPageRequest(page_id=7, event_limit=100)
+        assert len((await stage.servicer.GetPage(request, None)).events) == 30
+        stage.mirrors.link_lost(cast(Any, link), LostReason.CRASH)
+        link.restart()
+        link.touch(7, ACTIVE, owner=1)
+        stage.mirrors.link_welcomed(cast(Any, link))
+        await stage.servicer.GetPage(request, None)  # while the new map is not there yet
+        await stage.welcome()
+        page = await stage.servicer.GetPage(request, None)
+        assert [event.number for event in page.events] == [1]
 
     run(work())
 
