@@ -4,22 +4,28 @@ Owns its clock readings, all of the monotonic clock: uvloop's ticks in milliseco
 by who sends the message.
 """
 
+import re
 from collections.abc import Sequence
 
 from service.metrics import ServiceMetrics
 from service.request import SequenceStart
 
 STALLED_WRITE_SECONDS = 0.1
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class RequestAccount:
     """Times of one request. `received` and every `now` are of the monotonic clock."""
 
-    __slots__ = ("_last_sent", "_metrics", "_received", "admitted_at", "first_token_at", "last_token_at")
+    __slots__ = (
+        *("_last_sent", "_metrics", "_received", "_trace_id"),
+        *("admitted_at", "first_token_at", "last_token_at"),
+    )
 
-    def __init__(self, metrics: ServiceMetrics, received: float) -> None:
+    def __init__(self, metrics: ServiceMetrics, received: float, traceparent: str = "") -> None:
         self._metrics = metrics
         self._received = received
+        self._trace_id = _trace_id(traceparent)
         self._last_sent: dict[int, float] = {}  # by sample
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
@@ -40,7 +46,8 @@ class RequestAccount:
         self.last_token_at = now
         if self.first_token_at is None:
             self.first_token_at = now
-            self._metrics.ttft.observe(now - self._received)
+            exemplar = {"trace_id": self._trace_id} if self._trace_id else None
+            self._metrics.ttft.observe(now - self._received, exemplar)
             if self.admitted_at is not None:
                 self._metrics.prefill.observe(now - self.admitted_at)
         last = self._last_sent.get(index)
@@ -73,3 +80,9 @@ class RequestAccount:
     def queue_seconds(self) -> float:
         """Receive to admission."""
         return (self.admitted_at or self._received) - self._received
+
+
+def _trace_id(traceparent: str) -> str:
+    """Trace id of a W3C trace context; empty for anything else, which a client may send."""
+    found = _TRACEPARENT.fullmatch(traceparent)
+    return found[1] if found else ""

@@ -144,7 +144,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[GenerationRun]:
         """A run that was let in and sent to a worker. Everything is given back at the end, whatever it is."""
         call = current_call.get()
-        account = RequestAccount(self._backstage.metrics, call.received)
+        account = RequestAccount(self._backstage.metrics, call.received, call.traceparent)
         live: LiveCall | None = None
         permit = None
         failure: Failure | None = None

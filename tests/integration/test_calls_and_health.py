@@ -376,6 +376,23 @@ def test_probes_are_answered(running: RunningService, path: str, status: int) ->
     connection.close()
 
 
+def test_the_first_token_of_a_traced_call_is_an_exemplar(
+    running: RunningService, channel: grpc.Channel
+) -> None:
+    stub = generation_pb2_grpc.GenerationServiceStub(channel)
+    request = pb.GenerateRequest(spec=pb.GenerationSpec(text="abc", stop=pb.StopCriteria(max_tokens=2)))
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    for traceparent in (f"00-{trace}-b7ad6b7169203331-01", "no trace at all"):
+        stub.Generate(request, timeout=20, metadata=(("traceparent", traceparent),))
+        assert running.worker.adds[-1].traceparent == traceparent
+    accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
+    with urllib.request.urlopen(
+        urllib.request.Request(running.metrics_url + "/metrics", headers=accept), timeout=5
+    ) as answer:
+        body = answer.read().decode()
+    assert f'trace_id="{trace}"' in body
+
+
 def test_two_services_in_one_process_have_series_of_their_own(tmp_path: Any, running: RunningService) -> None:
     """B112: nothing is registered twice."""
     before = running.value("kvatlas_requests_total", outcome="completed")
@@ -407,7 +424,7 @@ def test_nothing_is_left_of_a_thousand_cancelled_streams(running: RunningService
 
 
 def test_the_service_needs_no_torch_and_starts_no_process_by_fork() -> None:
-    """B109: nothing is forked after grpc was used; the service imports neither torch nor multiprocessing."""
+    """B109: nothing is forked after grpc was used. M-32: text and clients know nothing of the device."""
     unwanted = ("torch", "multiprocessing.pool", "worker", "kernels")
     code = f"import sys, service.__main__; print([name for name in {unwanted} if name in sys.modules])"
     command = [sys.executable, "-c", code]

@@ -86,6 +86,7 @@ def test_offsets_add_up_to_the_completion_tokens_of_each_choice(stub: Any) -> No
 
 @pytest.mark.parametrize("stops", [[], ["c"], ["fg", "bcd"], ["zzz"]])
 def test_the_joined_stream_is_the_text_of_the_unary_call(stub: Any, stops: list[str]) -> None:
+    """M-33: incomplete characters and possible stop strings are held back, and nothing is lost."""
     spec = spec_of("ab😀cdéfg ", 33, stop=pb.StopCriteria(stop_strings=stops))
     spec.sampling.n = 2
     spec.sampling.seed = 7
