@@ -21,26 +21,26 @@ class CpuBackend:
     name = "cpu"
 
     def __init__(self, library: CpuLibrary | None = None, *, compiled: bool = True) -> None:
-        self._library = (library or cpu_library()) if compiled else None
+        self.library = (library or cpu_library()) if compiled else None
         self._batch: PagedBatch | None = None
 
     @property
     def is_compiled(self) -> bool:
         """Whether the C++ is in use."""
-        return self._library is not None
+        return self.library is not None
 
     def plan(self, batch: PagedBatch) -> None:
         """Keeps the batch, and follows torch's number of threads."""
         self._batch = batch
-        if self._library is not None:
-            self._library.use_torch_threads()
+        if self.library is not None:
+            self.library.use_torch_threads()
 
     def run(self, kv: KvLayer, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
         """Stores, then attends."""
         batch = self._batch
         assert batch is not None, "run before plan"
         check_attention_inputs(batch, kv, q, k, v)
-        library = self._library
+        library = self.library
         if library is None or kv.k.dtype != torch.float32 or q.shape[-1] % _HEAD_DIM_MULTIPLE != 0:
             reference.store_kv(k, v, kv, batch.write_slots)
             return torch_attention(q, kv, batch, scale=scale)

@@ -55,7 +55,7 @@ def random_paged_problem(
         old = batch.page_table[batch.rows_host[span], : kv_len - q_len].long()
         pool[:, old] = torch.randn(2, len(old), num_kv_heads, head_dim, generator=draw)
     pool, fused = pool.to(device, dtype), fused.to(device, dtype)
-    heads = (num_heads, num_kv_heads, num_kv_heads)
+    heads = [num_heads, num_kv_heads, num_kv_heads]
     q, k, v = torch.split(fused, heads, dim=1)
     return PagedProblem(_moved(batch, device), KvLayer(k=pool[0], v=pool[1]), q, k, v, head_dim**-0.5)
 

@@ -50,6 +50,7 @@ _SIGNATURES: dict[str, tuple[_Argument | None, list[_Argument]]] = {
     "kv_add_rms_norm": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float]),
     "kv_rotary": (None, [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64]),
     "kv_silu_mul": (None, [c_void_p, c_int64, c_void_p, c_int64, c_int64]),
+    "kv_decode": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "kv_embed_q8": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64]),
     "kv_best": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
 }
@@ -215,6 +216,15 @@ class CpuLibrary:
         out = torch.empty(num_rows, width)
         self._calls.kv_silu_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), num_rows, width)
         return out
+
+    def decode(
+        self, decoder: ctypes.Structure, step: ctypes.Structure, residual: Tensor, normed: Tensor
+    ) -> int:
+        """All layers; the structures are those of kernels.cpu.decoder. Not 0: an index is out of range."""
+        code: int = self._calls.kv_decode(
+            ctypes.byref(decoder), ctypes.byref(step), residual.data_ptr(), normed.data_ptr()
+        )
+        return code
 
     def embed_q8(self, table: npt.NDArray[np.uint8], width: int, ids: Tensor) -> Tensor:
         """Rows of a Q8_0 matrix [rows, bytes per row]; ids int32 [n]."""

@@ -1,50 +1,7 @@
 // What stands between products: norms, rotary embedding, gated activation, rows of the embedding, the best logit.
 //
 // Each row (or head) is one chain of operations of its own, so results do not depend on the batch.
-#include <cmath>
-
-#include "rows.h"
-
-namespace kv {
-namespace {
-
-// Rows small enough that waking a thread costs more than the work stay on the caller.
-template <typename Work>
-void each_row(int64_t num_rows, int64_t row_size, const Work& work) {
-    const int64_t rows_each = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, row_size));
-    Pool::instance().run((num_rows + rows_each - 1) / rows_each, [&](int64_t task) {
-        const int64_t last = std::min(num_rows, (task + 1) * rows_each);
-        for (int64_t row = task * rows_each; row < last; row++) work(row);
-    });
-}
-
-void norm_row(const float* x, const float* weight, float* out, int64_t width, float eps) {
-    Floats squares[2] = {};
-    int64_t i = 0;
-    for (; i + 2 * kLanes <= width; i += 2 * kLanes) {
-        const Floats a = load(x + i), b = load(x + i + kLanes);
-        squares[0] += a * a;
-        squares[1] += b * b;
-    }
-    for (; i < width; i += kLanes) {
-        const Floats a = load_some(x + i, int(std::min<int64_t>(kLanes, width - i)));
-        squares[0] += a * a;
-    }
-    const Floats scale = splat(1.0f / std::sqrt(sum_of_lanes(squares[0] + squares[1]) / float(width) + eps));
-    for (i = 0; i < width; i += kLanes) {
-        const int count = int(std::min<int64_t>(kLanes, width - i));
-        store_some(out + i, load_some(x + i, count) * scale * load_some(weight + i, count), count);
-    }
-}
-
-Floats silu(Floats x) {
-    // x / (1 + e**-x); e**-x past float's range would be inf, and x / inf is the 0 that is meant.
-    const Floats bounded = x < -87.0f ? splat(-87.0f) : x;
-    return x / (1.0f + exp(-bounded));
-}
-
-}  // namespace
-}  // namespace kv
+#include "operations.h"
 
 using namespace kv;
 
@@ -62,12 +19,7 @@ void kv_rms_norm(const float* x, int64_t outer_stride, int64_t inner_stride, con
 void kv_add_rms_norm(const float* x, float* residual, const float* weight, float* out, int64_t num_rows, int64_t width,
                      float eps) {
     each_row(num_rows, width, [&](int64_t row) {
-        float* sum = residual + row * width;
-        for (int64_t i = 0; i < width; i += kLanes) {
-            const int count = int(std::min<int64_t>(kLanes, width - i));
-            store_some(sum + i, load_some(sum + i, count) + load_some(x + row * width + i, count), count);
-        }
-        norm_row(sum, weight, out + row * width, width, eps);
+        add_norm_row(x + row * width, residual + row * width, weight, out + row * width, width, eps);
     });
 }
 
@@ -75,29 +27,17 @@ void kv_add_rms_norm(const float* x, float* residual, const float* weight, float
 void kv_rotary(const float* x, int64_t x_stride, const float* cos, const float* sin, float* out, int64_t num_tokens,
                int64_t num_heads, int64_t half) {
     each_row(num_tokens, num_heads * half * 2, [&](int64_t token) {
-        const float *c = cos + token * half, *s = sin + token * half;
-        for (int64_t head = 0; head < num_heads; head++) {
-            const float* from = x + token * x_stride + head * 2 * half;
-            float* to = out + (token * num_heads + head) * 2 * half;
-            for (int64_t i = 0; i < half; i += kLanes) {
-                const int count = int(std::min<int64_t>(kLanes, half - i));
-                const Floats first = load_some(from + i, count), second = load_some(from + half + i, count);
-                const Floats ci = load_some(c + i, count), si = load_some(s + i, count);
-                store_some(to + i, first * ci - second * si, count);
-                store_some(to + half + i, second * ci + first * si, count);
-            }
-        }
+        for (int64_t head = 0; head < num_heads; head++)
+            turn_head(x + token * x_stride + head * 2 * half, cos + token * half, sin + token * half,
+                      out + (token * num_heads + head) * 2 * half, half);
     });
 }
 
 // out[i] = silu(gate_up[i]) * gate_up[width + i]; out contiguous [num_rows][width].
 void kv_silu_mul(const float* gate_up, int64_t stride, float* out, int64_t num_rows, int64_t width) {
     each_row(num_rows, 4 * width, [&](int64_t row) {
-        const float *gate = gate_up + row * stride, *up = gate + width;
-        for (int64_t i = 0; i < width; i += kLanes) {
-            const int count = int(std::min<int64_t>(kLanes, width - i));
-            store_some(out + row * width + i, silu(load_some(gate + i, count)) * load_some(up + i, count), count);
-        }
+        const float* gate = gate_up + row * stride;
+        silu_mul_row(gate, gate + width, out + row * width, width);
     });
 }
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kernels.cpu.build import build
 from kernels.cpu.library import CpuLibrary, cpu_library
-from worker.execution.cpu_model import PackedLinear, cpu_parts
+from kernels.cpu.packed import PackedLinear
+from worker.execution.cpu_model import cpu_parts
 from worker.model.layers import LinearWeights, Placement
 
 CPU = Placement(torch.device("cpu"), torch.float32)
@@ -66,7 +67,9 @@ class Values:
 
 def linear(library: CpuLibrary, parts: Sequence[Source], bias: Tensor | None = None) -> PackedLinear:
     biases = [] if bias is None else [Values(b) for b in bias.split([part.shape[0] for part in parts])]
-    return PackedLinear(library, LinearWeights("test", parts, biases), bias)
+    layer = cpu_parts(library).linear_factory(LinearWeights("test", parts, biases), CPU)
+    assert isinstance(layer, PackedLinear)
+    return layer
 
 
 def expect_exact(ours: Tensor, parts: Sequence[Source], x: Tensor, bias: Tensor | None = None) -> None:

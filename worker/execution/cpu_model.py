@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from kernels import reference
+from kernels.batch import KvLayer, PagedBatch
+from kernels.cpu.decoder import CpuDecoder, DecoderLayerParts, DecoderShape
 from kernels.cpu.library import CpuLibrary, Format
+from kernels.cpu.packed import PackedLinear, PackedMatrix
 from worker.model.layers import (
     Embedding,
     EmbeddingFactory,
@@ -27,6 +30,7 @@ from worker.model.layers import (
     torch_embedding,
     torch_linear,
 )
+from worker.model.llama import DecoderLayer, Model
 from worker.model.weights import WeightSource
 
 log = logging.getLogger(__name__)
@@ -43,41 +47,6 @@ class CpuParts:
     linear_factory: LinearFactory
     embedding_factory: EmbeddingFactory
     operations: Operations
-
-
-@dataclass(frozen=True, slots=True)
-class _Matrix:
-    """Consecutive outputs that are stored alike."""
-
-    form: Format
-    packed: RawRows
-    first: int  # output feature
-    num_outputs: int
-
-
-class PackedLinear:
-    """A Linear over packed weights."""
-
-    def __init__(self, library: CpuLibrary, weights: LinearWeights, bias: Tensor | None) -> None:
-        self.in_features, self.out_features = weights.in_features, weights.out_features
-        self._library = library
-        self._matrices = _packed(library, weights.parts)
-        self._bias = bias  # fp32 [out_features]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x fp32 [num_tokens, in_features] → [num_tokens, out_features]."""
-        if x.stride(-1) != 1:
-            x = x.contiguous()
-        y = torch.empty(x.shape[0], self.out_features)
-        if len(self._matrices) == 1:
-            only = self._matrices[0]
-            self._library.product(only.form, only.packed, self._bias, x, y)
-            return y
-        for matrix in self._matrices:
-            columns = slice(matrix.first, matrix.first + matrix.num_outputs)
-            bias = None if self._bias is None else self._bias[columns]
-            self._library.product(matrix.form, matrix.packed, bias, x, y[:, columns])
-        return y
 
 
 class QuantizedEmbedding:
@@ -99,7 +68,8 @@ def cpu_parts(library: CpuLibrary) -> CpuParts:
     def linear(weights: LinearWeights, placement: Placement) -> Linear:
         if not _is_ours(placement):
             return torch_linear(weights, placement)
-        return PackedLinear(library, weights, weights.bias(placement))
+        matrices = _packed(library, weights.parts)
+        return PackedLinear(library, matrices, weights.in_features, weights.bias(placement))
 
     def embedding(source: WeightSource, placement: Placement) -> Embedding:
         if not _is_ours(placement) or source.quantization != Format.Q8_0.name:
@@ -107,6 +77,64 @@ def cpu_parts(library: CpuLibrary) -> CpuParts:
         return QuantizedEmbedding(library, source)
 
     return CpuParts(linear, embedding, cpu_operations(library))
+
+
+class CpuModel:
+    """A Model whose layers run in one call, over pages. Same parameters, same bits as layer by layer."""
+
+    def __init__(self, model: Model, library: CpuLibrary) -> None:
+        shape = model.config
+        self._embedding = model.embedding
+        self._library = library
+        self._decoder = CpuDecoder(
+            library,
+            DecoderShape(
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                eps=shape.rms_norm_eps,
+                scale=shape.attention_scale,
+            ),
+            [_layer_parts(layer) for layer in model.layers],
+            model.norm,
+            model.rotary.cos,
+            model.rotary.sin,
+        )
+
+    def forward_paged(self, input_ids: Tensor, batch: PagedBatch, kv_layers: Sequence[KvLayer]) -> Tensor:
+        """See worker.execution.torch_runner.PagedModel."""
+        self._library.use_torch_threads()
+        return self._decoder.run(self._embedding(input_ids).contiguous(), batch, kv_layers)
+
+
+def cpu_model(model: Model, library: CpuLibrary | None) -> CpuModel | None:
+    """The model with its layers in one call; None where not all of them are packed."""
+    is_packed = all(
+        isinstance(linear, PackedLinear)
+        for layer in model.layers
+        for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+    )
+    if library is None or not is_packed or model.config.head_dim % 8 != 0:
+        return None
+    return CpuModel(model, library)
+
+
+def _layer_parts(layer: DecoderLayer) -> DecoderLayerParts:
+    return DecoderLayerParts(
+        attention_norm=layer.attention_norm,
+        qkv=_as_packed(layer.qkv),
+        q_norm=layer.q_norm,
+        k_norm=layer.k_norm,
+        output=_as_packed(layer.output),
+        mlp_norm=layer.mlp_norm,
+        gate_up=_as_packed(layer.gate_up),
+        down=_as_packed(layer.down),
+    )
+
+
+def _as_packed(linear: Linear) -> PackedLinear:
+    assert isinstance(linear, PackedLinear), "cpu_model checks that"
+    return linear
 
 
 def cpu_operations(library: CpuLibrary) -> Operations:
@@ -139,16 +167,16 @@ def _is_ours(placement: Placement) -> bool:
     return placement.device.type == "cpu" and placement.dtype == torch.float32
 
 
-def _packed(library: CpuLibrary, parts: Sequence[WeightSource]) -> list[_Matrix]:
+def _packed(library: CpuLibrary, parts: Sequence[WeightSource]) -> list[PackedMatrix]:
     """Neighbours stored alike become one matrix: q, k and v are one product where the file allows it."""
     stored = [_stored_rows(part) for part in parts]
-    matrices: list[_Matrix] = []
+    matrices: list[PackedMatrix] = []
     first = 0
     for form, alike in groupby(stored, key=lambda pair: pair[0]):
         rows = [rows for _, rows in alike]
         together = rows[0] if len(rows) == 1 else np.concatenate(rows)
         packed = library.pack(form, together, parts[0].shape[1])
-        matrices.append(_Matrix(form, packed, first, len(together)))
+        matrices.append(PackedMatrix(form, packed, first, len(together)))
         first += len(together)
     return matrices
 

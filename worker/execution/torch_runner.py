@@ -8,13 +8,16 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.backend import AttentionBackend
+from kernels.batch import KvLayer, PagedBatch
+from kernels.cpu_backend import CpuBackend
+from worker.execution.cpu_model import cpu_model
 from worker.execution.kv_pool import KvPool
 from worker.execution.page_table import PageTable
 from worker.execution.prompt_logprobs import PromptLogprobs
@@ -24,6 +27,7 @@ from worker.execution.sampling_state import SamplingState
 from worker.execution.step_tensors import StepTensors, build_step_tensors
 from worker.execution.token_pool import TokenPool
 from worker.model.llama import Attend
+from worker.model.llama import Model as LlamaModel
 from worker.scheduling.step import Step, StepResult, TokenLogprob
 
 log = logging.getLogger(__name__)
@@ -41,6 +45,15 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_rows, at least vocab_size]."""
+        ...
+
+
+@runtime_checkable
+class PagedModel(Protocol):
+    """A network that stores K and V and attends on its own; the runner's backend is then not asked."""
+
+    def forward_paged(self, input_ids: Tensor, batch: PagedBatch, kv_layers: Sequence[KvLayer]) -> Tensor:
+        """As Model.forward, over the pages of `batch`."""
         ...
 
 
@@ -68,6 +81,7 @@ class TorchRunner:
         self, model: Model, backend: AttentionBackend, config: RunnerConfig, device: torch.device
     ) -> None:
         self._model = model
+        self._paged_model = _paged_model(model, backend, config.kv_dtype)
         self._backend = backend
         self._config = config
         self._device = device
@@ -125,6 +139,7 @@ class TorchRunner:
         """Lets go of the model and the pool; the runner is of no use afterwards."""
         for name in (
             "_model",
+            "_paged_model",
             "kv_pool",
             "token_pool",
             "page_table",
@@ -142,11 +157,16 @@ class TorchRunner:
         self.page_table.write_pages(step.new_page_rows, step.new_page_indexes, step.new_page_ids)
         self.kv_pool.copy_pages(step.page_copies)
         tensors = build_step_tensors(step, self.page_table, self.token_pool)
-        self._backend.plan(tensors.batch)
-        hidden = self._model.forward(tensors.input_ids, tensors.batch.positions, self._attend)
+        hidden = self._forward(tensors)
         sampled = self._sample(tensors, hidden)
         prompt = self._prompt_logprobs.of_step(step, tensors, hidden)
         return _Launched(step, sampled, _nonfinite_tokens(hidden), tensors, prompt, self._device, began)
+
+    def _forward(self, tensors: StepTensors) -> Tensor:
+        if self._paged_model is not None:
+            return self._paged_model.forward_paged(tensors.input_ids, tensors.batch, self.kv_pool.layers)
+        self._backend.plan(tensors.batch)
+        return self._model.forward(tensors.input_ids, tensors.batch.positions, self._attend)
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kv = self.kv_pool.layers[layer]
@@ -162,6 +182,15 @@ class TorchRunner:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)
+
+
+def _paged_model(model: Model, backend: AttentionBackend, kv_dtype: torch.dtype) -> PagedModel | None:
+    """The network that runs all its layers at once, where there is one; None: layer by layer."""
+    if isinstance(model, PagedModel):
+        return model
+    if isinstance(model, LlamaModel) and isinstance(backend, CpuBackend) and kv_dtype == torch.float32:
+        return cpu_model(model, backend.library)
+    return None
 
 
 def _nonfinite_tokens(hidden: Tensor) -> Tensor:
