@@ -53,7 +53,9 @@ class Fault:
     new: str
 
 
-PLANNING, COMMIT, BOOKS = (f"worker/scheduling/{name}.py" for name in ("planning", "commit", "books"))
+PLANNING, BUILDER, COMMIT, BOOKS = (
+    f"worker/scheduling/{name}.py" for name in ("planning", "step_builder", "commit", "books")
+)
 POOL, TRIE, CACHE = (f"worker/pages/{name}.py" for name in ("pool", "prefix_trie", "page_cache"))
 ADMISSION, PREEMPTION = "worker/scheduling/admission.py", "worker/scheduling/preemption.py"
 
@@ -72,7 +74,7 @@ FAULTS = [
     ),
     Fault(
         "prefill finished a span early",
-        PLANNING,
+        BUILDER,
         "if span.end < len(sequence.tokens):\n                continue",
         "if span.end < len(sequence.tokens) - 1:\n                continue",
     ),
@@ -102,7 +104,7 @@ FAULTS = [
     ),
     Fault(
         "slot offset off by one page",
-        PLANNING,
+        BUILDER,
         "        self.indexes.extend(range(first, first + len(pages)))",
         "        self.indexes.extend(range(first + 1, first + 1 + len(pages)))",
     ),
@@ -135,7 +137,7 @@ FAULTS = [
     ),
     Fault(
         "row's page order differs from the host's list",
-        PLANNING,
+        BUILDER,
         "        self.ids.extend(pages)",
         "        self.ids.extend(pages[::-1])",
     ),
@@ -229,13 +231,13 @@ FAULTS = [
     ),
     Fault(
         "copy on divergence left out",
-        PLANNING,
+        BUILDER,
         "            if sequence.copy_source is not None:\n                copies",
         "            if sequence.copy_source is None and False:\n                copies",
     ),
     Fault(
         "page copied from is given back before the copy",
-        PLANNING,
+        BUILDER,
         "        books.hold_until_committed(source, sequence.owner, books.step_number)\n",
         "        books.cache.release([source], sequence.owner)\n",
     ),
@@ -275,7 +277,7 @@ FAULTS = [
     ),
     Fault(
         "inner chunk samples",
-        PLANNING,
+        BUILDER,
         "num_decode + at for at, span in enumerate(spans) if span.end == len(span.sequence.tokens)",
         "num_decode + at for at, span in enumerate(spans)",
     ),

@@ -7,6 +7,7 @@ alone; every sequence ends exactly once; at the end the pool is whole. A failure
 ``SEEDS`` of one number runs it again.
 """
 
+import functools
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -312,6 +313,12 @@ def run_seeds(seeds: range) -> Tally:
     return tally
 
 
+@functools.cache
+def quick_tally() -> Tally:
+    """The subset that every test run goes through, once."""
+    return run_seeds(range(QUICK_SEEDS))
+
+
 def assert_things_happened(tally: Tally) -> None:
     """A simulation in which nothing goes wrong proves nothing."""
     assert tally.preemptions > tally.requests / 40, tally
@@ -329,7 +336,22 @@ def assert_things_happened(tally: Tally) -> None:
 
 def test_every_answer_equals_the_answer_alone_and_the_pool_is_whole() -> None:
     """H1, H2, H3a, H3b, H5, H6, B001, B002, B009, B010, B012, B035: some of the seeds, fully audited."""
-    run_seeds(range(QUICK_SEEDS))
+    assert quick_tally().requests > QUICK_SEEDS * REQUESTS / 2
+
+
+def test_what_the_simulation_is_there_for_really_happened() -> None:
+    """Preemption, sharing, eviction, copies, cancels, overlap: counted, not supposed."""
+    tally = quick_tally()
+    assert tally.preemptions > 20, tally
+    assert tally.resumed_starts > 20, tally
+    assert tally.evictions > 1000, tally
+    assert tally.copies > 100, tally
+    assert tally.events[PageEventKind.SHARED] > 1000, tally
+    assert tally.events[PageEventKind.REVIVED] > 100, tally
+    assert tally.codes[FinishCode.ABORTED] > 100, tally
+    assert tally.codes[FinishCode.TIMED_OUT] > 10, tally
+    assert tally.overlaps == {False, True}
+    assert len(tally.page_sizes) >= 6
 
 
 @pytest.mark.slow

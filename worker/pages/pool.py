@@ -17,31 +17,15 @@ O(pages it is given), whatever the size of the pool.
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from worker.ids import NO_PAGE
 from worker.pages.events import HIT_TAG, EventRing, PageEventKind, PageFlag, PageState
+from worker.pages.snapshot import Planes
 from worker.pages.violation import Violation
 
 SEALED, PINNED = int(PageFlag.SEALED), int(PageFlag.PINNED)
 FREE, ACTIVE, CACHED, HELD, RESERVED = (int(state) for state in PageState)  # HELD: PageState.PINNED
 _FLAGS = {FREE: 0, CACHED: SEALED, HELD: SEALED | PINNED, RESERVED: 0}  # that go with a state
-
-
-@dataclass(frozen=True, slots=True)
-class Planes:
-    """Columns with one entry per page, the dummy page included."""
-
-    states: bytes
-    flags: bytes
-    ref_counts: "array[int]"  # 'H'
-    filled_slots: "array[int]"  # 'H': page_size where sealed, otherwise 0: only sequences know
-    owners: "array[int]"  # 'H': the first since the page was unreferenced, 0: FREE
-    hit_counts: "array[int]"  # 'H'
-    parent_page_ids: "array[int]"  # 'I'
-    born_ms: "array[int]"  # 'I'
-    used_ms: "array[int]"  # 'I'
-    fingerprints: "array[int]"  # 'Q'
 
 
 class PagePool:
@@ -141,7 +125,7 @@ class PagePool:
         states = self._states
         return sum([states[page] == CACHED for page in pages])
 
-    def planes(self) -> "Planes":
+    def planes(self) -> Planes:
         """Copies of all columns."""
         full = [0, self.page_size, 0, self.page_size]  # by flags
         filled = array("H", [full[flags] for flags in self._flags])

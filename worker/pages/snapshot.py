@@ -12,6 +12,22 @@ from worker.stats import SequenceView
 
 
 @dataclass(frozen=True, slots=True)
+class Planes:
+    """Columns with one entry per page, the dummy page included."""
+
+    states: bytes
+    flags: bytes
+    ref_counts: "array[int]"  # 'H'
+    filled_slots: "array[int]"  # 'H': page_size where sealed, otherwise 0: only sequences know
+    owners: "array[int]"  # 'H': the first since the page was unreferenced, 0: FREE
+    hit_counts: "array[int]"  # 'H'
+    parent_page_ids: "array[int]"  # 'I'
+    born_ms: "array[int]"  # 'I'
+    used_ms: "array[int]"  # 'I'
+    fingerprints: "array[int]"  # 'Q'
+
+
+@dataclass(frozen=True, slots=True)
 class PoolSnapshot:
     """Planes with one entry per page, the dummy page included, as PageMap of cache.proto has them."""
 

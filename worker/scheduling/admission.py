@@ -167,7 +167,7 @@ class Admission:
             request.prefix = self._count_prefix(sequence, need.lookup)
         self.take_over(sequence, need.lookup)
         start = SequenceStart(
-            sequence_id=sequence.id,
+            sequence_id=request.samples[0].id if is_first else sequence.id,
             prefix=request.prefix if is_first else None,
             reused_pages=len(need.lookup.pages),
             queue_seconds=now - request.arrival if is_first else 0.0,

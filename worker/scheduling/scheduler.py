@@ -77,8 +77,8 @@ class Scheduler:
         urgency = now - spec.priority * self.config.aging_seconds
         for number in range(spec.sample_count):
             rank = (urgency, next(self._numbers))
-            sequence = Sequence(request, number, rank, limit, self.config.eos_token_ids)
-            request.samples.append(sequence)
+            request.samples.append(Sequence(request, number, rank, limit, self.config.eos_token_ids))
+        for sequence in request.samples:
             books.sequences[sequence.id] = sequence
             books.mark(sequence, 0)
         request.num_live = spec.sample_count

@@ -31,6 +31,11 @@ class Progress:
     token_counts: "array[int]"  # 'I'
 
 
+def _num_stored(books: Books, sequence: Sequence) -> int:
+    """Tokens with KV in its own pages: a sample that still has to copy a page lacks those in there."""
+    return min(sequence.computed, len(sequence.pages) * books.config.page_size)
+
+
 def view(books: Books, sequence: Sequence, first_page: int = 0) -> SequenceView:
     """One sequence, its pages from ``first_page`` on."""
     spec, prefix = sequence.request.spec, sequence.request.prefix
@@ -44,7 +49,7 @@ def view(books: Books, sequence: Sequence, first_page: int = 0) -> SequenceView:
         state=sequence.state,
         page_ids=cast("tuple[PageId, ...]", tuple(sequence.pages[first_page:])),
         first_page_index=first_page,
-        token_count=sequence.computed,
+        token_count=_num_stored(books, sequence),
         prompt_tokens=sequence.num_prompt,
         prefix=None
         if prefix is None
@@ -79,7 +84,7 @@ def take_changes(books: Books) -> Changes:
 def progress(books: Books) -> Progress:
     """Where running sequences stand."""
     running = books.by_owner
-    counts = array("I", [sequence.computed for sequence in running.values()])
+    counts = array("I", [_num_stored(books, sequence) for sequence in running.values()])
     return Progress(array("H", cast("dict[int, Sequence]", running)), counts)
 
 
