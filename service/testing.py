@@ -50,6 +50,7 @@ class _Sequence:
     service: bytes
     num_tokens: int  # output, resumed tokens included
     next_at: float
+    arrived_at: float
     script: Mapping[str, str]
     has_started: bool = False
     ends_with: int = 0  # FinishCode that is due
@@ -222,6 +223,7 @@ class ScriptedWorker:
                 service=service,
                 num_tokens=resumed,
                 next_at=begins,
+                arrived_at=time.monotonic(),
                 script=script,
             )
 
@@ -354,7 +356,8 @@ class _Output:
         if sequence.first_id in self._starts or sequence.sequence_id != sequence.first_id:
             return
         prompt = len(sequence.prompt)
-        start = worker_pb2.SequenceStart(sequence_id=sequence.first_id, queue_us=100)
+        queue_us = int((time.monotonic() - sequence.arrived_at) * 1e6)
+        start = worker_pb2.SequenceStart(sequence_id=sequence.first_id, queue_us=queue_us)
         if not sequence.add.params.HasField("prompt_logprobs"):
             hit = 16 if prompt > 16 and sequence.add.cache_read else 0
             start.prefix.hit_tokens = hit

@@ -79,6 +79,7 @@ class GenerationRun:
         self._homeless: list[Choice] = []  # samples that wait for a worker
         self._home_deadline = 0.0
         self._retry_at = 0.0
+        self._sent_at = 0.0  # monotonic clock
         self._lost_reason = LostReason.CRASH
         # By sequence id of a resumed sample: when it was lost, and its tokens then, prompt included.
         self._moves: dict[int, tuple[float, int]] = {}
@@ -243,7 +244,9 @@ class GenerationRun:
             self._count_resume(start, now - move[0], move[1])
         if self.start is None:
             self.start = start
-            self.account.admitted(now, len(self.request.prompt_ids), start)
+            # The start is told with the step that followed it, so the worker's own duration is nearer.
+            admitted_at = min(now, self._sent_at + start.queue_us * 1e-6)
+            self.account.admitted(admitted_at, len(self.request.prompt_ids), start)
 
     def _on_loss(self, reason: LostReason) -> None:
         lost = [choice for choice in self.choices if self._is_lost(choice)]
@@ -339,6 +342,7 @@ class GenerationRun:
         """All samples in one run while nothing has started; after that each goes on by itself."""
         log.debug("event=send request=%s worker=%s", self.request.request_id, link.worker_id)
         self.worker_id = link.worker_id
+        self._sent_at = monotonic()
         groups = [[choice] for choice in choices] if self.start is not None else [choices]
         for group in groups:
             run = self._run_of(group)
