@@ -144,6 +144,24 @@ def test_a_stop_seen_late_costs_one_discarded_token() -> None:
     assert_whole(harness)
 
 
+def test_pages_of_an_ended_sequence_come_back_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """M-13: frees inside commit are batched by sequence, not made page by page."""
+    harness = make(num_pages=64, max_context_tokens=128)
+    pool = harness.scheduler.cache.pool
+    calls: list[int] = []
+    release = pool.release
+
+    def counted(pages: list[int], owner: int) -> list[int]:
+        calls.append(len(pages))
+        return release(pages, owner)
+
+    monkeypatch.setattr(pool, "release", counted)
+    for number in (1, 2):
+        harness.add(request(number, range(200 * number, 200 * number + 90), max_tokens=1))
+    harness.run()
+    assert calls == [23, 23]
+
+
 def test_unknown_and_ended_ids_are_ignored() -> None:
     harness = make()
     harness.add(request(1, range(6), max_tokens=1))
