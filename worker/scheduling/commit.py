@@ -3,14 +3,27 @@
 Knows what may be kept of a step: nothing of a sequence that ended meanwhile or failed in it.
 """
 
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Column
+from dataclasses import dataclass
 
 from worker.scheduling.books import Books, InFlight
-from worker.scheduling.decode_batch import group_by_source
+from worker.scheduling.decode_batch import DecodeSpans, SourceGroup, group_by_source
 from worker.scheduling.output import FailureReason, FinishCode
 from worker.scheduling.sequence import Place, Sequence
-from worker.scheduling.step import StepResult
+from worker.scheduling.step import StepResult, TokenLogprob
 from worker.stats import SequenceState
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The decode spans whose tokens count; entry i of the first three belongs together."""
+
+    sequences: list[Sequence]
+    appends: list[Callable[[int], None]]
+    tokens: Column[int]
+    groups: list[SourceGroup]
+    logprobs: Mapping[int, TokenLogprob]  # by entry
 
 
 class Committer:
@@ -37,51 +50,63 @@ class Committer:
 
     # One token each.
     def _commit_decodes(self, record: InFlight, result: StepResult) -> None:
-        num_decode = record.step.num_decode
+        num_decode, spans = record.step.num_decode, record.decodes
         if not num_decode:
             return
-        spans, logprobs = record.decodes, result.logprobs
-        sequences, appends, groups = spans.sequences, spans.appends, spans.groups
         tokens = result.token_ids if len(result.token_ids) == num_decode else result.token_ids[:num_decode]
+        kept = _Kept(spans.sequences, spans.appends, tokens, spans.groups, result.logprobs)
         failed: list[tuple[Sequence, str]] = []
         if record.dead or result.failed:
-            dead = record.dead
-            failed = [
-                (sequences[at], why)
-                for at, why in sorted(result.failed.items())
-                if at < num_decode and sequences[at] not in dead
-            ]
-            kept = [at for at, s in enumerate(sequences) if s not in dead and at not in result.failed]
-            logprobs = {new: logprobs[at] for new, at in enumerate(kept) if at in logprobs}
-            sequences = [sequences[at] for at in kept]
-            appends = [appends[at] for at in kept]
-            tokens = [tokens[at] for at in kept]
-            groups = group_by_source(sequences)
-        for append, token_id in zip(appends, tokens, strict=True):
+            kept, failed = self._leave_out(record, result, kept)
+        for append, token_id in zip(kept.appends, kept.tokens, strict=True):
             append(token_id)
-        self._books.totals.output_tokens += len(tokens)
-        codes = bytearray(len(tokens))
+        self._books.totals.output_tokens += len(kept.tokens)
+        codes = bytearray(len(kept.tokens))
         ended: list[tuple[int, Sequence]] = []
-        if not spans.stop_ids.isdisjoint(tokens) or spans.last:
-            ended = self._find_ends(sequences, tokens, spans.stop_ids, spans.last, codes)
-        self._books.outbox.add_tokens(groups, tokens, codes, logprobs)
+        if spans.last or not spans.stop_ids.isdisjoint(kept.tokens):
+            ended = self._find_ends(kept.sequences, kept.tokens, spans, codes)
+        self._books.outbox.add_tokens(kept.groups, kept.tokens, codes, kept.logprobs)
         self._seal_full(spans.filling, record, failed)
         for at, sequence in ended:
             self._books.end(sequence, FinishCode(codes[at]), with_token=True)
         for sequence, why in failed:
             self._fail(sequence, why)
 
+    @staticmethod
+    def _leave_out(
+        record: InFlight, result: StepResult, found: "_Kept"
+    ) -> tuple["_Kept", list[tuple[Sequence, str]]]:
+        """Without the tokens of sequences that ended since the launch, or failed in this step."""
+        kept, failed = [], []
+        for at, sequence in enumerate(found.sequences):
+            if sequence in record.dead:
+                continue
+            if at in result.failed:
+                failed.append((sequence, result.failed[at]))
+            else:
+                kept.append(at)
+        sequences = [found.sequences[at] for at in kept]
+        return (
+            _Kept(
+                sequences,
+                [found.appends[at] for at in kept],
+                [found.tokens[at] for at in kept],
+                group_by_source(sequences),
+                {new: found.logprobs[at] for new, at in enumerate(kept) if at in found.logprobs},
+            ),
+            failed,
+        )
+
     def _find_ends(
         self,
         sequences: list[Sequence],
         tokens: Column[int],
-        stop_ids: frozenset[int],
-        last: list[Sequence],
+        spans: DecodeSpans,
         codes: bytearray,
     ) -> list[tuple[int, Sequence]]:
         """Who ends with this token, by index; writes the codes."""
         ended = []
-        at_limit = set(last)
+        at_limit, stop_ids = set(spans.last), spans.stop_ids
         for at, (sequence, token_id) in enumerate(zip(sequences, tokens, strict=True)):
             if token_id in stop_ids or sequence in at_limit:
                 code = self._finish_code(sequence, token_id)
@@ -112,7 +137,7 @@ class Committer:
     # Prompts.
     def _commit_prompts(self, record: InFlight, result: StepResult) -> None:
         step = record.step
-        place = {at: number for number, at in enumerate(step.sampled)} if record.prefills else {}
+        place = {at: number for number, at in enumerate(step.sampled)}
         for number, sequence in enumerate(record.prefills):
             at = step.num_decode + number
             if sequence in record.dead:
