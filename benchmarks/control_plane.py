@@ -5,6 +5,8 @@ runner had made them. Measured is schedule, commit and taking the outputs, in mi
 budget is 400 us at 256 running sequences. Every pool is full when measuring starts: what is not in use
 is cached, so each page that is allocated is evicted first, as on a server that has been up for a while.
 
+Beside it stand one snapshot of the pool, one round of the live audit (2048 pages), and a whole one.
+
 steady: every sequence takes one token in each step; none ends.
 churn:  sequences end after 64 to 192 tokens, and others with fresh prompts take their places.
 """
@@ -13,6 +15,7 @@ import argparse
 import gc
 import random
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -26,6 +29,7 @@ from worker.scheduling.settings import SchedulerConfig
 from worker.scheduling.step import Step, StepResult
 
 EOS = frozenset({1, 2})
+AUDIT_PAGES = 2048  # of one round of the live audit
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,13 @@ class Load:
         return self.case.mode == "steady" and self.step()[2].num_decode < self.case.sequences
 
 
+def milliseconds(call: Callable[[], object]) -> float:
+    """What one call takes."""
+    begin = perf_counter()
+    call()
+    return (perf_counter() - begin) * 1e3
+
+
 def measure(case: Case, num_steps: int) -> dict[str, object]:
     """One case."""
     load = Load(case, seed=7)
@@ -152,9 +163,9 @@ def measure(case: Case, num_steps: int) -> dict[str, object]:
         prompts += step.num_decode < len(step.rows)
     both = [one + other for one, other in zip(schedule, commit, strict=True)]
     gc.unfreeze()
-    begin = perf_counter()
-    load.scheduler.snapshot()
-    snapshot_ms = (perf_counter() - begin) * 1e3
+    snapshot_ms = milliseconds(load.scheduler.snapshot)
+    audit_ms = milliseconds(lambda: load.scheduler.check(AUDIT_PAGES))
+    full_audit_ms = milliseconds(load.scheduler.check)
     return {
         "case": case.name,
         "pages": case.pages,
@@ -170,6 +181,8 @@ def measure(case: Case, num_steps: int) -> dict[str, object]:
         "step_us_p90": percentile(both, 0.9),
         "step_us_mean": sum(both) / len(both),
         "snapshot_ms": snapshot_ms,
+        "audit_ms": audit_ms,
+        "full_audit_ms": full_audit_ms,
     }
 
 
@@ -200,14 +213,17 @@ def main() -> None:
         f"{'case':34} {'pages':>9} {'size':>4} {'policy':>6} {'schedule':>8} {'commit':>8} {'step':>8}",
         end="",
     )
-    print(f" {'p10':>8} {'p90':>8} {'mean':>8} {'events':>7} {'snapshot':>9}   (us; ms)")
+    print(
+        f" {'p10':>8} {'p90':>8} {'mean':>8} {'events':>7} {'snapshot':>9} {'audit':>7} {'whole':>7}  us; ms"
+    )
     for case in cases(arguments.quick):
         line = measure(case, arguments.steps)
         lines.append(line)
         print(f"{case.name:34} {case.pages:9} {case.page_size:4} {case.policy:>6}", end="")
         for key in ("schedule_us", "commit_us", "step_us", "step_us_p10", "step_us_p90", "step_us_mean"):
             print(f" {line[key]:8.0f}", end="")
-        print(f" {line['events_per_step']:7.1f} {line['snapshot_ms']:9.1f}", flush=True)
+        print(f" {line['events_per_step']:7.1f} {line['snapshot_ms']:9.1f}", end="")
+        print(f" {line['audit_ms']:7.1f} {line['full_audit_ms']:7.1f}", flush=True)
     if not arguments.quick:
         print(write_result("control_plane", {"cases": lines}, []))
 

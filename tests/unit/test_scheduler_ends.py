@@ -235,10 +235,7 @@ def test_a_step_that_came_to_nothing_takes_its_sequences_along(overlap: bool) ->
     step = harness.launch()
     assert step is not None
     harness.add(request(2, range(20, 26)))
-    harness._in_flight.clear()
-    harness.scheduler.abandon(step, FailureReason.DEVICE_OUT_OF_MEMORY, "no memory", harness.now)
-    harness.collect()
-    harness.audit()
+    harness.abandon(FailureReason.DEVICE_OUT_OF_MEMORY, "no memory")
     answer = harness.answers[1]
     assert answer.end is not None
     assert (answer.code, answer.end.failure) == (FinishCode.FAILED, FailureReason.DEVICE_OUT_OF_MEMORY)

@@ -64,7 +64,7 @@ def test_pages_held_are_those_of_stored_tokens(page_size: int, new_tokens: int, 
             assert held == -(-stored // page_size), f"{length} prompt tokens, {stored} stored"
             if not overlap:
                 harness.settle()
-            elif len(harness._in_flight) > 1:
+            elif harness.scheduler.num_in_flight > 1:
                 harness.commit()
         harness.settle()
         assert stored == length + new_tokens - 1

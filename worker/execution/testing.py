@@ -14,7 +14,14 @@ from worker.execution.fake_runner import FakeHandle, FakeModel, FakeRunner
 from worker.ids import SequenceId
 from worker.pages.events import EventColumns, PageEventKind, PageFlag, PageState
 from worker.pages.page_cache import CacheConfig
-from worker.scheduling.output import NO_TOKEN, FinishCode, OutputColumns, SequenceEnd, SequenceStart
+from worker.scheduling.output import (
+    NO_TOKEN,
+    FailureReason,
+    FinishCode,
+    OutputColumns,
+    SequenceEnd,
+    SequenceStart,
+)
 from worker.scheduling.request import AbortReason, AddOutcome, AddStatus, RequestSpec
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.settings import SchedulerConfig
@@ -167,6 +174,13 @@ class Harness:
         result = handle.result()
         self.now += 0.001
         self.scheduler.commit(step, result, self.now)
+        self.collect()
+        self.audit()
+
+    def abandon(self, reason: FailureReason, message: str) -> None:
+        """The device lost the oldest step in flight."""
+        step, _ = self._in_flight.popleft()
+        self.scheduler.abandon(step, reason, message, self.now)
         self.collect()
         self.audit()
 

@@ -6,7 +6,6 @@ numbers of both sides.
 
 from collections import Counter
 
-from worker.pages.events import PageState
 from worker.pages.violation import Violation
 from worker.scheduling.books import Books
 from worker.scheduling.sequence import Place, Sequence
@@ -105,8 +104,8 @@ def _check_sequence(books: Books, sequence: Sequence) -> list[Violation]:
     if len(set(pages)) != len(pages):
         found.append(Violation("page_table", f"pages of {sequence} that differ", len(pages), len(set(pages))))
     for index, page in enumerate(pages):
-        if page >= books.config.cache.num_pages or pool.state(page) != PageState.ACTIVE:
-            found.append(Violation("page_table", f"state of page {page} of {sequence}", "ACTIVE", ""))
+        if page >= books.config.cache.num_pages or not pool.references(page):
+            found.append(Violation("page_table", f"references of page {page} of {sequence}", "some", 0))
         if index >= sequence.num_sealed and pool.is_sealed(page):
             found.append(Violation("trie", f"page {page} of {sequence}", "not sealed", "sealed"))
     launched = sequence.num_launched
