@@ -7,9 +7,9 @@ no text, no clients and no wire format (codec.py).
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import zmq
@@ -17,6 +17,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from service.fleet import codec
 from service.fleet.codec import Beat, Command, CommandReply, StepColumns, WorkerFacts
+from service.fleet.command_desk import CommandDesk, CommandFailed, WorkerUnavailable
 from service.fleet.socket_reader import SocketReader
 from service.request import (
     NO_TOKEN,
@@ -30,28 +31,15 @@ from service.request import (
     SequenceReceiver,
 )
 
+__all__ = ["CommandFailed", "LinkListener", "WorkerLink", "WorkerUnavailable"]
+
 HEARTBEAT_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
 TICK_SECONDS = 0.25
 MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 2.0
 SEND_QUEUE = 10_000  # messages; a full queue is a lost worker, never a wait
-MAX_REPLIES = 4096  # replies of one command that wait for their reader
 
 log = logging.getLogger("service.link")
-
-
-class WorkerUnavailable(Exception):
-    """The worker is not connected, or went away before it had answered."""
-
-
-class CommandFailed(Exception):
-    """The worker's answer to a command is an error."""
-
-    def __init__(self, reply: CommandReply) -> None:
-        super().__init__(f"code {reply.code}: {reply.message}")
-        self.code: int = reply.code  # google.rpc.Code
-        self.error_reason: int = reply.error_reason  # kvatlas.v1.ErrorReason
-        self.message: str = reply.message
 
 
 class LinkListener(Protocol):
@@ -78,17 +66,6 @@ class LinkListener(Protocol):
 class _LiveRun:
     receiver: RunReceiver
     sequence_ids: set[int]
-
-
-@dataclass(slots=True)
-class _PendingCommand:
-    replies: deque[CommandReply] = field(default_factory=deque)
-    waiter: asyncio.Future[None] | None = None
-    is_lost: bool = False
-
-    def wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
 
 
 class WorkerLink:
@@ -122,8 +99,7 @@ class WorkerLink:
         self._boxes: dict[int, SequenceReceiver] = {}
         self._runs: dict[int, _LiveRun] = {}  # by first sequence id
         self._first_ids: dict[int, int] = {}  # sequence id to its run's
-        self._commands: dict[int, _PendingCommand] = {}
-        self._next_command = 1
+        self._desk = CommandDesk(loop, self._send_if_up)
         self._backoff = MIN_BACKOFF_SECONDS
         self._timer: asyncio.TimerHandle | None = None
         self._last_tick = 0.0
@@ -214,23 +190,9 @@ class WorkerLink:
         """
         if not self.is_up:
             raise WorkerUnavailable(self.worker_id)
-        command_id = self._take_command_id()
-        pending = self._commands[command_id] = _PendingCommand()
-        deadline = self._loop.time() + timeout
-        more = True
-        self._send(codec.encode_command(command_id, max(1, int(timeout * 1000)), command))
-        try:
-            while more:
-                reply = await self._next_reply(pending, deadline)
-                more = reply.more
-                if reply.code:
-                    more = False
-                    raise CommandFailed(reply)
+        async with aclosing(self._desk.ask(command, timeout)) as replies:
+            async for reply in replies:
                 yield reply
-        finally:
-            self._commands.pop(command_id, None)
-            if more and self.is_up:
-                self._send(codec.encode_cancel_command(self._take_command_id(), command_id))
 
     def subscribe(self, topic: bytes) -> None:
         """Asks for a topic of the pages socket, b"d" or b"e", in this life of the worker and later ones."""
@@ -258,18 +220,9 @@ class WorkerLink:
         # Sending may have consumed the edge that announced a message (api.md 8).
         self._engine.drain_soon()
 
-    def _take_command_id(self) -> int:
-        self._next_command += 1
-        return self._next_command - 1
-
-    async def _next_reply(self, pending: _PendingCommand, deadline: float) -> CommandReply:
-        while not pending.replies:
-            if pending.is_lost:
-                raise WorkerUnavailable(self.worker_id)
-            pending.waiter = self._loop.create_future()
-            async with asyncio.timeout_at(deadline):
-                await pending.waiter
-        return pending.replies.popleft()
+    def _send_if_up(self, frame: bytes) -> None:
+        if self.is_up:
+            self._send(frame)
 
     # Receiving
 
@@ -302,7 +255,7 @@ class WorkerLink:
         elif kind == "add_result":
             self._on_outcome(value)
         else:
-            self._on_reply(value)
+            self._desk.take(value)
 
     def _welcome(self, number: int, facts: WorkerFacts) -> None:
         self._expected = number + 1
@@ -370,17 +323,6 @@ class WorkerLink:
                 self._forget(sequence_id)
         run.receiver.added(outcome)
 
-    def _on_reply(self, reply: CommandReply) -> None:
-        pending = self._commands.get(reply.command_id)
-        if pending is None:
-            return
-        pending.replies.append(reply)
-        if len(pending.replies) > MAX_REPLIES:
-            pending.is_lost = True
-            pending.replies.clear()
-            del self._commands[reply.command_id]
-        pending.wake()
-
     def _on_monitor(self, frames: list[bytes]) -> None:
         event = parse_monitor_message(frames)["event"]
         if event == zmq.EVENT_DISCONNECTED:
@@ -430,16 +372,13 @@ class WorkerLink:
         self._backoff = min(self._backoff * 2, MAX_BACKOFF_SECONDS)
 
     def _end_life(self, reason: LostReason) -> None:
-        runs, commands = list(self._runs.values()), list(self._commands.values())
+        runs = list(self._runs.values())
         self._boxes.clear()
         self._first_ids.clear()
         self._runs.clear()
-        self._commands.clear()
         for run in runs:
             run.receiver.lost(reason)
-        for command in commands:
-            command.is_lost = True
-            command.wake()
+        self._desk.lose()
 
     def _close_sockets(self, linger_ms: int = 0) -> None:
         if self._monitor is not None and self._engine is not None:

@@ -39,7 +39,7 @@ def request_from(spec: pb.GenerationSpec, call: Call, defaults: DefaultSampling)
     """A spec with its defaults filled in; the prompt and max_tokens come later (`with_prompt`)."""
     scheduling, cache = spec.scheduling, spec.cache
     return Request(
-        request_id=spec.request_id or new_request_id(),
+        request_id=call.request_id,
         prompt_ids=(),
         sampling=_sampling(spec.sampling, defaults),
         stops=_stops(spec.stop),

@@ -34,8 +34,9 @@ class Opening:
     ) -> tuple[Request, WorkerFacts]:
         """The request without its prompt. Raises Failure for the first kind of thing that is wrong."""
         backstage = self._backstage
-        if validate.REQUEST_ID.fullmatch(spec.request_id):
-            call.request_id = spec.request_id
+        # Whatever becomes of the call, its status and its line in the log have an id in common.
+        has_id = validate.REQUEST_ID.fullmatch(spec.request_id) is not None
+        call.request_id = spec.request_id if has_id else convert.new_request_id()
         backstage.refuse_if_draining()
         known = backstage.pool.facts
         limits = (known.vocab_size, backstage.max_samples(known)) if known is not None else (1 << 32,)
@@ -43,7 +44,6 @@ class Opening:
             raise errors.invalid_fields(found)
         facts = backstage.facts_of(spec.model)
         request = convert.request_from(spec, call, facts.model.defaults)
-        call.request_id = request.request_id
         if request.constraint is not None and "constraints" not in facts.features:
             raise errors.feature_disabled("constraints")
         if request.adapter and "adapters" not in facts.features:

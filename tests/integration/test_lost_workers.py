@@ -317,7 +317,7 @@ def test_commands_are_answered_in_parts_failed_and_lost(running: RunningService,
 
     waiting = threading.Thread(target=ask_and_lose)
     waiting.start()
-    wait_until(lambda: link._commands, "the command under way")
+    wait_until(lambda: link._desk.under_way, "the command under way")
     running.worker.stop()
     waiting.join(10)
     assert len(outcome) == 1

@@ -88,6 +88,7 @@ def test_a_value_out_of_its_range_is_named_by_its_path(stub: Any, spec: pb.Gener
     assert (refusal.code, refusal.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
     assert path in refusal.paths
     assert path in refusal.message
+    assert refusal.metadata["request_id"]  # the server's own where the client gave none, or a bad one
 
 
 def test_all_violations_come_in_one_answer(stub: Any) -> None:
