@@ -96,7 +96,8 @@ class WorkerProcess:
         for address in (config.engine_address, config.pages_address):
             guard.take(address)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        stack.callback(context.term)
+        # destroy, not term: a signal may come between the making of a socket and its place in this stack.
+        stack.callback(context.destroy)
         description = _description(config, facts, epoch, key)
         feed = PageFeed(
             context,

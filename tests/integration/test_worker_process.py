@@ -235,10 +235,10 @@ def test_two_services_at_once_with_equal_ids(running: Running) -> None:
 
 def test_gauges_fall_to_idle_within_two_seconds_though_no_further_step_runs(tmp_path: Path) -> None:
     """All requests end at once: nobody steps any more, the gauges must not freeze (observability.md 4)."""
-    running = Running(config_in(tmp_path, fake_step_ms=2.0))
+    running = Running(config_in(tmp_path, fake_step_ms=20.0, num_pages=512))
     try:
         service = running.ready_service()
-        ids = [service.add([number] * 9, max_tokens=200) for number in range(6)]
+        ids = [service.add([number] * 9, max_tokens=300) for number in range(6)]
         service.wait(lambda: all(service.answers[number].tokens for number in ids))
         until(lambda: running.metric("kvatlas_requests_running") == 6)
         assert running.metric("kvatlas_pages", state="active") > 0
@@ -272,9 +272,8 @@ def test_numbers_add_up_in_every_scrape_and_counters_never_fall(tmp_path: Path) 
                         assert now[key] >= value, key
                 before = now
         service.finish(*[first for _, first in sent], timeout=30.0)
-        until(lambda: running.metric("kvatlas_requests_running") == 0)
+        settled(running)
         looked_up = {start.sequence_id: start.prefix for start in service.starts if start.HasField("prefix")}
-        until(lambda: running.metric("kvatlas_pages", state="active") == 0)
         now = running.metrics()
         for result in ("hit", "miss_cold", "miss_evicted", "unaligned"):
             name = f"{result}_tokens"

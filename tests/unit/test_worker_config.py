@@ -1,5 +1,6 @@
 """Settings of the worker: precedence, and refusals that name the setting."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from worker.config import ConfigError, WorkerConfig, from_args
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
@@ -109,9 +112,15 @@ def test_a_pool_too_small_for_any_request_is_refused() -> None:
 @pytest.mark.slow
 def test_the_command_prints_its_config_and_names_what_it_refuses() -> None:
     command = [sys.executable, "-m", "worker", "--print-config", "--page-size"]
-    good = subprocess.run([*command, "4"], capture_output=True, text=True, timeout=60, check=False)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'protos'}"}
+
+    def run(size: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [*command, size], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    good, bad = run("4"), run("0")
     assert good.returncode == 0, good.stderr
     assert tomllib.loads(good.stdout)["page_size"] == 4
-    bad = subprocess.run([*command, "0"], capture_output=True, text=True, timeout=60, check=False)
     assert bad.returncode == 2
     assert "page_size" in bad.stderr
