@@ -1,11 +1,13 @@
 # The verbs that people and CI share. `make help` lists them.
 #
 # VENV names the environment; every verb makes it, and brings it up to date when pyproject.toml changes.
-# TORCH is what pip is asked for; a machine with its own build of torch can name that.
+# TORCH is what pip is asked for; a machine with its own build of torch can name that. JOBS is how many
+# tests run at once.
 
 VENV  ?= .venv
 TORCH ?= torch==2.13.0
 PYTHON3 ?= python3
+JOBS  ?= 2
 
 PYTHON := $(VENV)/bin/python
 # On a terminal pip shows how far it is; elsewhere it only tells of errors.
@@ -35,7 +37,7 @@ serve: $(READY)  ## worker and service on this machine, on port 50051
 	@$(PYTHON) -m kvatlas.cli serve
 
 test: $(DEV)  ## what needs neither a GPU nor patience
-	@$(TEST_ENV) $(PYTHON) -m pytest -q -m "not gpu and not slow" $(PYTEST_ARGS)
+	@$(TEST_ENV) $(PYTHON) -m pytest -q -n $(JOBS) -m "not gpu and not slow" $(PYTEST_ARGS)
 
 test-all: $(DEV)  ## all that this machine can run
 	@$(TEST_ENV) $(PYTHON) -m pytest -q $(PYTEST_ARGS)

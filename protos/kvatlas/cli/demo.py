@@ -18,6 +18,7 @@ from kvatlas.cli.asking import describe
 from kvatlas.cli.exits import DONE, CommandFailed
 from kvatlas.cli.pages import print_map, write_svg
 from kvatlas.cli.pull import pull
+from kvatlas.client.errors import Unavailable
 from kvatlas.client.events import Delta, Event, Started, Summary
 from kvatlas.client.page_map import PageMap
 from kvatlas.client.request import Message
@@ -92,7 +93,7 @@ def _wait_ready(server: "subprocess.Popen[bytes]", folder: Path, started: float)
 
 def _show(client: Client, settings: Namespace, started: float) -> None:
     _say("")
-    print_map(client.page_map(), "state", title="before")
+    print_map(_first_map(client), "state", title="before")
     first_token = _Clock(started)
     _ask(client, settings, QUESTIONS[0], first_token)
     _say(f"(first token {first_token.seconds:.1f} s after the server's processes were started)")
@@ -150,6 +151,18 @@ def _print_piece(event: Event) -> None:
     if isinstance(event, Delta):
         sys.stdout.write(event.text)
         sys.stdout.flush()
+
+
+def _first_map(client: Client) -> PageMap:
+    """The service answers prompts as soon as the worker is warm; its copy of the pages may come later."""
+    until = time.monotonic() + SETTLE_SECONDS
+    while True:
+        try:
+            return client.page_map()
+        except Unavailable:
+            if time.monotonic() > until:
+                raise
+            time.sleep(POLL_SECONDS)
 
 
 def _settled(client: Client) -> PageMap:
