@@ -85,6 +85,20 @@ def test_a_waiting_reader_is_woken_by_a_token_an_end_a_start_an_answer_and_a_los
     run(work())
 
 
+def test_what_came_while_nobody_waited_is_not_missed() -> None:
+    async def work() -> None:
+        inbox, box = make()
+        box.put(1)
+        await asyncio.wait_for(inbox.wait(), 5)
+        waiting = asyncio.ensure_future(inbox.wait())
+        await asyncio.sleep(0)
+        assert not waiting.done()  # told once
+        box.put(2)
+        await asyncio.wait_for(waiting, 5)
+
+    run(work())
+
+
 def test_a_start_after_a_preemption_is_no_news() -> None:
     async def work() -> None:
         inbox, _ = make()
@@ -135,6 +149,7 @@ def test_the_hold_ends_by_itself() -> None:
         box.put(1)
         box.take(50)
         box.put(2)
+        await asyncio.wait_for(inbox.wait(), 5)  # the first token's news
         assert not box.is_ready
         await asyncio.wait_for(inbox.wait(), 5)
         assert box.is_ready
