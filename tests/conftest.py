@@ -126,7 +126,23 @@ def _start_server(folder: Path, *arguments: str) -> RunningServer:
         threading.Event().wait(0.02)
     server = RunningServer(process, log_path, json.loads(ready.read_text()))
     _live.append(server)
+    _wait_for_pages(server, limit)
     return server
+
+
+def _wait_for_pages(server: RunningServer, limit: float) -> None:
+    """The service answers prompts as soon as the worker is warm; its copy of the pages may come a little later."""
+    from kvatlas.client.errors import Unavailable
+    from kvatlas.client.sync import Client
+
+    with Client(server.address) as client:
+        while True:
+            try:
+                client.page_pool()
+                return
+            except Unavailable:
+                assert time.monotonic() < limit, f"no page map:\n{_tail(server.log())}"
+                threading.Event().wait(0.02)
 
 
 def _stop_server(server: RunningServer) -> None:
