@@ -131,7 +131,7 @@ def _start_server(folder: Path, *arguments: str) -> RunningServer:
 
 
 def _wait_for_pages(server: RunningServer, limit: float) -> None:
-    """The service answers prompts as soon as the worker is warm; its copy of the pages may come a little later."""
+    """The service answers prompts once the worker is warm; its copy of the pages may come later."""
     from kvatlas.client.errors import Unavailable
     from kvatlas.client.sync import Client
 
