@@ -59,20 +59,18 @@ check: $(DEV)  ## format, lint, types, import contracts, protos
 	@$(PYTHON) protos/generate.py --check
 	@$(VENV)/bin/buf lint protos
 	@$(VENV)/bin/buf format --diff --exit-code protos
-	@$(MAKE) --no-print-directory breaking
-
-breaking: $(DEV)
 	@tag=$$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null || true); \
 	if [ -n "$$tag" ]; then \
 	  echo "buf breaking against $$tag"; \
 	  $(VENV)/bin/buf breaking protos --against ".git#tag=$$tag,subdir=protos"; \
 	else echo "buf breaking: no release tag yet"; fi
 
-fix: $(DEV)  ## the mirror of check: format, safe fixes, protos
+fix: $(DEV)  ## the mirror of check: format, safe fixes, protos, tables of the docs
 	@$(PYTHON) -m ruff check --fix .
 	@$(PYTHON) -m ruff format .
 	@$(VENV)/bin/buf format --write protos
 	@$(PYTHON) protos/generate.py
+	@$(PYTHON) -m docs.tables
 
 bench: $(DEV)  ## control plane and CPU speed, into benchmarks/results/
 	@$(PYTHON) -m benchmarks.control_plane
