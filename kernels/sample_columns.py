@@ -1,0 +1,95 @@
+"""How each row of the page table is sampled, as columns on the device; the dummy row has an entry too.
+
+Owns the columns' format and how rows are written. A CUDA graph holds the columns' addresses, so they are
+made once and written in place.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+LOWEST_TEMPERATURE = 1e-5
+"""Below it logit / temperature leaves what float32 can tell apart: greedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleColumns:
+    """Views of one int32 matrix, so that a step's new rows travel in one copy."""
+
+    matrix: Tensor  # int32 [7, num_rows]: the columns below, in this order
+    temperature: Tensor  # fp32 [num_rows]; 0: greedy
+    top_k: Tensor  # int32 [num_rows]; 0: off
+    top_p: Tensor  # fp32 [num_rows]; 1: off
+    log_min_p: Tensor  # fp32 [num_rows]; -inf: off
+    seed_low: Tensor  # int32 [num_rows], the bits of a uint32
+    seed_high: Tensor  # int32 [num_rows], the bits of a uint32
+    choice: Tensor  # int32 [num_rows]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One sequence's values. With top_k 1 nothing is left to draw: it is greedy, ties and all."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # 64 bits, with or without sign
+    choice: int = 0
+
+
+def make_columns(num_rows: int, device: torch.device) -> SampleColumns:
+    """All rows greedy."""
+    matrix = torch.zeros(7, num_rows, dtype=torch.int32, device=device)
+    columns = SampleColumns(
+        matrix=matrix,
+        temperature=matrix[0].view(torch.float32),
+        top_k=matrix[1],
+        top_p=matrix[2].view(torch.float32),
+        log_min_p=matrix[3].view(torch.float32),
+        seed_low=matrix[4],
+        seed_high=matrix[5],
+        choice=matrix[6],
+    )
+    columns.top_p.fill_(1.0)
+    columns.log_min_p.fill_(float("-inf"))
+    return columns
+
+
+def write_rows(columns: SampleColumns, rows: Sequence[int], values: Sequence[SampleRow]) -> None:
+    """Sets these rows, in one copy and one scatter."""
+    if not rows:
+        return
+    device = columns.matrix.device
+    host = torch.empty(8, len(rows), dtype=torch.int32, pin_memory=device.type == "cuda")
+    into = host.numpy()
+    into[:7] = _matrix_of(values)
+    into[7] = np.asarray(rows, dtype=np.int32)
+    moved = host.to(device, non_blocking=True)
+    columns.matrix[:, moved[7].long()] = moved[:7]
+
+
+def _matrix_of(values: Sequence[SampleRow]) -> NDArray[np.int32]:
+    min_p = np.array([value.min_p for value in values], dtype=np.float32)
+    with np.errstate(divide="ignore"):
+        log_min_p = np.log(min_p)
+    seeds = np.array([value.seed & 0xFFFFFFFFFFFFFFFF for value in values], dtype=np.uint64)
+    columns = (
+        np.array([_temperature(value) for value in values], dtype=np.float32).view(np.int32),
+        np.array([value.top_k for value in values], dtype=np.int32),
+        np.array([value.top_p for value in values], dtype=np.float32).view(np.int32),
+        log_min_p.view(np.int32),
+        (seeds & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32),
+        (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32),
+        np.array([value.choice for value in values], dtype=np.int32),
+    )
+    return np.stack(columns)
+
+
+def _temperature(value: SampleRow) -> float:
+    is_random = value.temperature >= LOWEST_TEMPERATURE and value.top_k != 1
+    return value.temperature if is_random else 0.0
