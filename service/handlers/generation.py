@@ -25,7 +25,8 @@ from service.handlers.choice import Piece
 from service.handlers.convert import StreamShape
 from service.handlers.live import LiveCall
 from service.handlers.opening import Opening
-from service.handlers.run import GenerationRun, outcome_of
+from service.handlers.run import GenerationRun
+from service.handlers.verdicts import outcome_of
 from service.request import AbortReason, current_call
 
 REQUEST_ID_KEY = "x-request-id"
@@ -187,7 +188,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             if permit is not None:
                 permit.release()
             done = live.run if live is not None else None
-            outcome = outcome_of(failure, done, is_cancelled=is_cancelled)
+            outcome = outcome_of(
+                failure,
+                was_admitted=done is not None and done.start is not None,
+                was_cancelled=is_cancelled or (live is not None and live.is_cancelled),
+            )
             counts = [choice.num_tokens for choice in done.choices] if done is not None else []
             account.ended(outcome, monotonic(), counts)
 

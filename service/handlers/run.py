@@ -10,8 +10,6 @@ import logging
 from collections.abc import Sequence
 from time import monotonic
 
-import grpc
-
 from service import errors
 from service.errors import Failure
 from service.fleet.link import WorkerLink
@@ -19,6 +17,7 @@ from service.fleet.resume import Attempts
 from service.fleet.workers import WorkerPool
 from service.handlers.account import RequestAccount
 from service.handlers.choice import Choice, Piece
+from service.handlers.verdicts import failure_of, refusal_of
 from service.mailbox import Inbox
 from service.metrics import ServiceMetrics
 from service.request import (
@@ -197,7 +196,7 @@ class GenerationRun:
             self.outcome = self.outcome or outcome
             return
         if self._attempts.count == 0:
-            raise self._refusal(outcome)
+            raise refusal_of(outcome, self.request, self._pool.facts, self._attempts_before)
         if outcome.status not in _RETRYABLE:
             log.warning(
                 "event=resume_refused request=%s status=%s why=%r",
@@ -209,32 +208,6 @@ class GenerationRun:
         self._retry_at = self._loop.time() + RETRY_SECONDS
         self._loop.call_at(self._retry_at, self.inbox.wake)
         self._wait_for_home([choice for choice in self.choices if self._is_lost(choice)])
-
-    def _refusal(self, outcome: AddOutcome) -> Failure:
-        request = self.request
-        match outcome.status:
-            case AddStatus.QUEUE_FULL:
-                return errors.queue_full(outcome.estimated_wait_ms, self._attempts_before)
-            case AddStatus.NEVER_FITS:
-                prompt_tokens, max_tokens = len(request.prompt_ids), request.stops.max_tokens
-                pages = outcome.needed_pages, outcome.total_pages
-                return errors.exceeds_page_pool(*pages, prompt_tokens, max_tokens)
-            case AddStatus.TOO_LONG:
-                facts = self._pool.facts
-                context = facts.max_context_tokens if facts is not None else 0
-                return errors.prompt_too_long(len(request.prompt_ids), max(0, context - 1), context)
-            case AddStatus.TIMEOUT_TOO_SHORT if 0 < request.queue_timeout_ms <= outcome.estimated_wait_ms:
-                return errors.queue_timeout(request.queue_timeout_ms)
-            case AddStatus.TIMEOUT_TOO_SHORT:
-                return errors.deadline_too_short(outcome.estimated_wait_ms)
-            case AddStatus.DRAINING:
-                return errors.draining()
-            case AddStatus.NOT_READY:
-                return errors.not_ready()
-            case AddStatus.FEATURE_DISABLED:
-                return errors.feature_disabled(outcome.message)
-        log.error("event=request_refused request=%s why=%r", request.request_id, outcome.message)
-        return errors.internal()
 
     def _on_start(self, start: SequenceStart) -> None:
         if start.sequence_id not in self._ids:
@@ -274,14 +247,7 @@ class GenerationRun:
             case FinishCode.QUEUE_TIMEOUT:
                 raise errors.queue_timeout(self.request.queue_timeout_ms)
             case FinishCode.FAILED:
-                raise self._worker_failure(end)
-
-    def _worker_failure(self, end: SequenceEnd) -> Failure:
-        reason = errors.reason_name(end.error_reason)
-        log.error(
-            "event=sequence_failed request=%s reason=%s why=%r", self.request.request_id, reason, end.message
-        )
-        return errors.device_out_of_memory() if reason == "DEVICE_OUT_OF_MEMORY" else errors.internal()
+                raise failure_of(end, self.request)
 
     def _take(self, choice: Choice) -> Piece:
         piece = choice.take()
@@ -424,13 +390,3 @@ def _left_ms(deadline: float | None, now: float) -> int:
 
 def _without_bill(end: SequenceEnd) -> SequenceEnd:
     return SequenceEnd(end.sequence_id, end.code, end.completion_tokens, None, end.error_reason, end.message)
-
-
-def outcome_of(failure: Failure | None, run: GenerationRun | None, *, is_cancelled: bool) -> str:
-    """Label of `requests_total`: what became of a request; rejected: never admitted."""
-    if failure is None:
-        by_client = is_cancelled or (run is not None and run.is_cancelled)
-        return "cancelled" if by_client else "completed"
-    if failure.status is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return "deadline"
-    return "rejected" if run is None or run.start is None else "failed"

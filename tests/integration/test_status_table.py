@@ -119,6 +119,23 @@ def test_an_over_long_prompt_is_refused_with_both_numbers_and_never_cut(stub: An
     assert "300" not in refusal.message
 
 
+def test_the_operator_may_allow_less_prompt_than_the_context(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    with (
+        running_service(tmp_path_factory.mktemp("short"), max_prompt_tokens=10) as running,
+        grpc.insecure_channel(running.address) as channel,
+    ):
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        few = pb.StopCriteria(max_tokens=1)
+        stub.Generate(pb.GenerateRequest(spec=spec_of("x" * 10, stop=few)), timeout=20)
+        refusal = refused(stub, spec_of("x" * 11, stop=few))
+        assert (refusal.reason, refusal.metadata["max_prompt_tokens"]) == ("PROMPT_TOO_LONG", "10")
+        info = server_pb2_grpc.ServerServiceStub(channel)
+        limits = info.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=5).limits
+        assert limits.max_prompt_tokens == 10
+
+
 def test_max_tokens_over_the_context_is_cut_to_it_and_ends_as_context_length(stub: Any) -> None:
     """B044: a prompt of 8 with max_tokens far over the context is answered."""
     spec = spec_of("12345678", stop=pb.StopCriteria(max_tokens=100_000), labels={"fake.step_ms": "0"})

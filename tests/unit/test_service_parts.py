@@ -1,16 +1,25 @@
 """Small parts of the service: the cap, the router, resume limits, ids, options, series."""
 
 import re
+from array import array
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from kvatlas.v1 import generation_pb2 as pb
 from service.admission import Admission
+from service.errors import Failure
+from service.fleet.prefix_hint import cached_tokens, page_fingerprints
 from service.fleet.resume import Attempts
 from service.fleet.router import Candidate, choose
 from service.handlers.convert import new_request_id, to_duration
+from service.handlers.prompts import Prompts
 from service.metrics import E2E_BUCKETS, GAP_BUCKETS, ITL_BUCKETS, TTFT_BUCKETS, ServiceMetrics
 from service.server_options import server_options
+from service.text.threads import TextThreads
+from service.text.tokenizer import Tokenizer
+from worker.pages.fingerprint import Fingerprinter
 
 
 def test_the_cap_gives_so_many_permits_and_takes_each_back_once() -> None:
@@ -80,6 +89,33 @@ def test_the_channel_options_are_those_of_the_table() -> None:
     assert balanced["grpc.max_connection_age_ms"] == 1800000
     assert "grpc.max_connection_age_grace_ms" not in balanced
     assert "grpc.max_concurrent_streams" not in balanced
+
+
+def test_a_model_without_a_chat_template_refuses_chats() -> None:
+    """H8."""
+    prompts = Prompts(Tokenizer.toy(), None, TextThreads())
+    with pytest.raises(Failure) as raised:
+        prompts.check_chat(pb.ChatPrompt())
+    assert (raised.value.reason, raised.value.metadata) == ("FEATURE_DISABLED", {"feature": "chat"})
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 48, 49])
+def test_a_prompt_has_the_fingerprints_that_the_worker_gives_its_pages(length: int) -> None:
+    """Computed by two programs; the last token of a prompt is never found."""
+    ids, key, salt = list(range(100, 100 + length)), b"secret", b"tenant\0salt"
+    worker = Fingerprinter(key)
+    parent, expected = worker.of_salt(salt), []
+    for page in range((length - 1) // 16):
+        plane = array("I", ids[16 * page : 16 * (page + 1)]).tobytes()
+        expected.append(worker.of_page(parent, plane))
+        parent = expected[-1].to_bytes(8, "little")
+    assert page_fingerprints(ids, 16, key, salt).tolist() == expected
+
+
+def test_cached_tokens_are_counted_up_to_the_first_page_that_is_missing() -> None:
+    prompt = np.array([5, 6, 7, 8], dtype=np.uint64)
+    for pool, tokens in (([], 0), ([6, 7], 0), ([5], 16), ([0, 8, 6, 5], 32), ([8, 7, 6, 5], 64)):
+        assert cached_tokens(prompt, np.array(pool, dtype=np.uint64), 16) == tokens
 
 
 SERIES = {
