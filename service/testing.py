@@ -302,6 +302,8 @@ class ScriptedWorker:
         if not sequence.ends_with and done == int(script.get("fail_at", self.script.fail_at)):
             sequence.ends_with = FinishCode.FAILED
         drain_at = int(script.get("drain_at", self.script.drain_at))
+        if drain_at >= 0:
+            drain_at += int(script.get("drain_apart", "0")) * sequence.choice
         if not sequence.ends_with and done == drain_at and not sequence.add.attempt:
             sequence.ends_with = FinishCode.DRAINED
         if sequence.ends_with:

@@ -8,6 +8,7 @@ for its inbox. Knows no protobuf and no stream.
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import monotonic
 
 from service import errors
@@ -80,8 +81,8 @@ class GenerationRun:
         self._retry_at = 0.0
         self._sent_at = 0.0  # monotonic clock
         self._lost_reason = LostReason.CRASH
-        # By sequence id of a resumed sample: when it was lost, and its tokens then, prompt included.
-        self._moves: dict[int, tuple[float, int]] = {}
+        self._moves: dict[int, _Move] = {}  # by sequence id of a resumed sample that has not started yet
+        self._drained: set[tuple[str, int]] = set()  # lives of workers that handed samples over
         self._timer: asyncio.TimerHandle | None = None
         self._failure: Failure | None = None
         self._stop_reason = AbortReason.CLIENT
@@ -195,6 +196,9 @@ class GenerationRun:
         if outcome.status == AddStatus.ACCEPTED:
             self.outcome = self.outcome or outcome
             return
+        if self.is_cancelled:
+            self._end_as_aborted([choice for choice in self.choices if self._is_lost(choice)])
+            return
         if self._attempts.count == 0:
             raise refusal_of(outcome, self.request, self._pool.facts, self._attempts_before)
         if outcome.status not in _RETRYABLE:
@@ -214,7 +218,7 @@ class GenerationRun:
             return
         now = monotonic()
         if (move := self._moves.pop(start.sequence_id, None)) is not None:
-            self._count_resume(start, now - move[0], move[1])
+            self._count_resume(start, move)
         if self.start is None:
             self.start = start
             # The start is told with the step that followed it, so the worker's own duration is nearer.
@@ -236,7 +240,7 @@ class GenerationRun:
         match end.code:
             case FinishCode.DRAINED if not self.is_cancelled:
                 choice.box.reopen()
-                self._lose_home([choice], LostReason.DRAIN)
+                self._lose_home([choice], LostReason.DRAIN, is_new=self._is_first_of_drain(choice))
             case FinishCode.DRAINED:
                 choice.box.end = SequenceEnd(end.sequence_id, FinishCode.ABORTED)
             case FinishCode.ABORTED if not self.is_cancelled:
@@ -263,12 +267,24 @@ class GenerationRun:
             return False
         return not link.carries(self._ids[choice.index])
 
-    def _lose_home(self, choices: Sequence[Choice], reason: LostReason) -> None:
-        """These samples need another worker, within resume_seconds. Raises Failure when that is over."""
+    def _is_first_of_drain(self, choice: Choice) -> bool:
+        """Whether this is the first sample that this life of its worker hands over."""
+        link = self._links[choice.index]
+        assert link is not None, "a sample that was handed over was on a worker"
+        life = (link.address, link.facts.epoch if link.facts is not None else 0)
+        is_first = life not in self._drained
+        self._drained.add(life)
+        return is_first
+
+    def _lose_home(self, choices: Sequence[Choice], reason: LostReason, *, is_new: bool = True) -> None:
+        """These samples need another worker, within resume_seconds. Raises Failure at the limit.
+
+        One loss is one attempt, however many samples it takes: `is_new` tells the first of a drain.
+        """
         if not choices:
             return
         if not self._homeless:
-            if not self._attempts.start_next(self._num_tokens):
+            if is_new and not self._attempts.start_next(self._num_tokens):
                 log.warning("event=resume_limit request=%s", self.request.request_id)
                 raise self._worker_lost()
             self._home_deadline = self._loop.time() + self._resume_seconds
@@ -286,13 +302,11 @@ class GenerationRun:
 
     def _find_home(self) -> None:
         now = self._loop.time() + TIMER_SLACK_SECONDS
-        link = self._pool.pick() if now >= self._retry_at else None
+        avoid = {address for address, _ in self._drained}  # it may not have said so in a heartbeat yet
+        link = self._pool.pick(avoid) if now >= self._retry_at else None
         if link is not None:
             homeless = self._homeless
             self._leave_homeless()
-            if self.start is not None:
-                self.resumes += len(homeless)
-                self._metrics.resumes[self._lost_reason].inc(len(homeless))
             self._send(link, homeless)
         elif now >= self._home_deadline:
             raise self._worker_lost()
@@ -317,7 +331,8 @@ class GenerationRun:
                 self._ids[choice.index] = run.sequence_id + choice.index - group[0].index
             if self.start is not None:
                 num_tokens = len(self.request.prompt_ids) + len(run.resume_ids)
-                self._moves[run.sequence_id] = (self._home_deadline - self._resume_seconds, num_tokens)
+                lost_at = self._home_deadline - self._resume_seconds
+                self._moves[run.sequence_id] = _Move(self._lost_reason, lost_at, num_tokens)
             if not link.add(self.request, run, self.inbox, [choice.box for choice in group]):
                 self.inbox.lost(LostReason.PARTITION)
 
@@ -353,11 +368,13 @@ class GenerationRun:
     def _num_tokens(self) -> int:
         return sum(len(choice.box.tokens) for choice in self.choices)
 
-    def _count_resume(self, start: SequenceStart, gap_seconds: float, num_tokens: int) -> None:
-        self._metrics.resume_gap.observe(max(0.0, gap_seconds))
+    def _count_resume(self, start: SequenceStart, move: "_Move") -> None:
+        self.resumes += 1
+        self._metrics.resumes[move.reason].inc()
+        self._metrics.resume_gap.observe(max(0.0, self._loop.time() - move.lost_at))
         hit = start.prefix.hit_tokens if start.prefix is not None else 0
         self._metrics.resume_hit.inc(hit)
-        self._metrics.resume_computed.inc(max(0, num_tokens - hit))
+        self._metrics.resume_computed.inc(max(0, move.num_tokens - hit))
 
     def _worker_lost(self) -> Failure:
         return errors.worker_lost(self.worker_id, self.tokens_sent, anything_sent=self.has_sent)
@@ -382,6 +399,15 @@ class GenerationRun:
     def _end_as_aborted(self, choices: Sequence[Choice]) -> None:
         for choice in choices:
             choice.box.finish(SequenceEnd(self._ids[choice.index], FinishCode.ABORTED))
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """A sample on its way to another worker."""
+
+    reason: LostReason
+    lost_at: float  # loop's clock
+    num_tokens: int  # prompt and output that it takes along
 
 
 def _left_ms(deadline: float | None, now: float) -> int:

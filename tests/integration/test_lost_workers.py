@@ -198,6 +198,22 @@ def test_a_drained_sequence_goes_on_elsewhere_and_keeps_both_bills(tmp_path: Any
         assert running.value("kvatlas_resumes_total", reason="drain") == 1
 
 
+def test_samples_drained_one_after_the_other_are_one_attempt(tmp_path: Any) -> None:
+    """Six samples, each handed over at a time of its own: more than a request has resumes."""
+    with (
+        running_service(tmp_path, num_workers=2, script=WorkerScript(step_ms=2)) as running,
+        grpc.insecure_channel(running.address) as channel,
+    ):
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        labels = {"fake.drain_at": "5", "fake.drain_apart": "4"}
+        request = request_of("abcdef", 60, labels=labels, sampling=pb.SamplingParams(n=6))
+        messages = list(stub.StreamGenerate(request, timeout=30))
+        for index in range(6):
+            assert text_of(messages, index) == expected("abcdef", 60, index)
+        assert messages[-1].summary.usage.resumes == 6
+        assert {add.attempt for add in running.workers[0].adds + running.workers[1].adds} == {0, 1}
+
+
 def test_a_second_worker_takes_over_at_once(tmp_path: Any) -> None:
     with (
         running_service(tmp_path, num_workers=2, script=WorkerScript(step_ms=4)) as running,
