@@ -34,24 +34,31 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with WorkerProcess(config, choose_device(config)) as worker:
             signals.worker = worker
-            return worker.run()
+            return 0 if signals.came else worker.run()
     except (ConfigError, ModelError, AddressError, OSError) as error:
         log.log_event(logger, logging.ERROR, "start_failed", why=error)
         return START_STATUS
 
 
 class Signals:
-    """SIGTERM and SIGINT drain the worker, the second at once; before it serves they end the process."""
+    """SIGTERM and SIGINT drain the worker, the second at once; while it loads they break that off.
+
+    While sockets and threads are made a signal only waits: an exception in the middle of that would leave
+    something behind that nobody knows of, and it takes a moment.
+    """
 
     def __init__(self) -> None:
         self.worker: WorkerProcess | None = None
+        self.came = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.worker is None or self.worker.is_loading:
-            raise SystemExit(0)  # nothing runs: what was begun ends on the way out
-        self.worker.stop()
+        self.came = True
+        if self.worker is not None:
+            if self.worker.is_loading:
+                raise SystemExit(0)
+            self.worker.stop()
 
 
 if __name__ == "__main__":

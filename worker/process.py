@@ -7,6 +7,7 @@ from the first moment on; requests are taken once a real step has warmed the run
 import gc
 import logging
 import os
+import signal
 import sys
 import time
 from array import array
@@ -22,7 +23,7 @@ from worker.channels import CommandQueue, Handover, OutputQueue
 from worker.config import ConfigError, WorkerConfig
 from worker.description import PoolDescription, WorkerDescription
 from worker.devices import Device, DeviceFacts, row_width
-from worker.engine import Engine, EngineSettings
+from worker.engine import EXIT_OK, Engine, EngineSettings
 from worker.execution.runner import Runner
 from worker.ids import Row, SequenceId
 from worker.link.addresses import IpcGuard
@@ -68,6 +69,7 @@ class WorkerProcess:
         self._stack = ExitStack()
         self._engine: Engine | None = None
         self._is_stopping = False
+        self._is_loading = False
         try:
             facts = device.facts(config)
             self.config = config.resolved(
@@ -96,8 +98,7 @@ class WorkerProcess:
         for address in (config.engine_address, config.pages_address):
             guard.take(address)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        # destroy, not term: a signal may come between the making of a socket and its place in this stack.
-        stack.callback(context.destroy)
+        stack.callback(context.term)
         description = _description(config, facts, epoch, key)
         feed = PageFeed(
             context,
@@ -161,7 +162,7 @@ class WorkerProcess:
         observer.start()
         link.start()
         if config.parent_watch:
-            stack.callback(ParentWatch(config.parent_watch, self.stop).close)
+            stack.callback(ParentWatch(config.parent_watch, end_this_process).close)
         self._log_listening()
 
     def _log_listening(self) -> None:
@@ -188,15 +189,15 @@ class WorkerProcess:
         self._stack.close()
 
     def stop(self) -> None:
-        """Drain, then end; the second call does not wait for what runs. Safe in a signal handler."""
+        """Drain, then end; the second call does not wait for what runs. From any thread or signal handler."""
+        self._is_stopping = True
         if self._engine is not None:
             self._engine.stop()
-        self._is_stopping = True
 
     @property
     def is_loading(self) -> bool:
-        """Whether nothing can run yet: ending now needs no drain."""
-        return self._engine is None
+        """Whether the model is being loaded, which may take long and may be broken off by an exception."""
+        return self._is_loading
 
     def _fail(self) -> None:
         if self._engine is not None:
@@ -209,7 +210,13 @@ class WorkerProcess:
 
     def run(self) -> int:
         """Loads, warms up and serves until a drain is over; returns the exit status."""
-        runner = self._device.build(self.config)
+        self._is_loading = True
+        try:
+            runner = None if self._is_stopping else self._device.build(self.config)
+        finally:
+            self._is_loading = False
+        if runner is None:
+            return EXIT_OK
         try:
             warm_up(runner, self.config.page_size)
             settle_interpreter()
@@ -246,6 +253,11 @@ class WorkerProcess:
             return engine.run()
         finally:
             runner.close()
+
+
+def end_this_process() -> None:
+    """As an operator would: the main thread decides what that means at this moment."""
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def settle_interpreter() -> None:
