@@ -102,6 +102,7 @@ def describe(files: ModelFiles, max_context: int, vocab_size: int | None = None)
     """What services are told of a model; without a `vocab_size`, that of its tokenizer."""
     vocabulary = read_vocabulary(files)
     size = vocab_size or vocabulary.num_ids or _shape_vocab_size(files)
+    defaults = _generation_config(files)
     return ModelDescription(
         model_id=files.model_id,
         revision=files.revision,
@@ -110,7 +111,22 @@ def describe(files: ModelFiles, max_context: int, vocab_size: int | None = None)
         eos_token_ids=tuple(sorted(vocabulary.eos_ids)),
         tokenizer_sha256=tokenizer_digest(files),
         has_chat_template=_has_chat_template(files),
+        default_temperature=_number(defaults, "temperature", 1.0),
+        default_top_p=_number(defaults, "top_p", 1.0),
+        default_top_k=int(_number(defaults, "top_k", 0)),
+        default_repetition_penalty=_number(defaults, "repetition_penalty", 1.0),
     )
+
+
+def _generation_config(files: ModelFiles) -> Mapping[str, object]:
+    """How its makers sample from a model; GGUF files do not say."""
+    path = files.location / "generation_config.json" if files.kind is ModelKind.FOLDER else None
+    return read_json(path) if path is not None and path.is_file() else {}
+
+
+def _number(values: Mapping[str, object], name: str, default: float) -> float:
+    value = values.get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
 
 
 def _shape_vocab_size(files: ModelFiles) -> int:

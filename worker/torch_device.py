@@ -44,6 +44,8 @@ class TorchDevice:
 
     def facts(self, config: WorkerConfig) -> DeviceFacts:
         """See Device."""
+        if config.deterministic:
+            raise ConfigError("deterministic: no backend of this release promises it")
         files = resolve_model(config.model)
         model, device, dtype = read_config(files), _device(config), _dtype(config)
         num_parameters = sum(prod(shape) for shape in parameter_shapes(model).values())

@@ -222,6 +222,7 @@ def test_tcp_with_any_free_port(tmp_path: Path) -> None:
 
 
 def test_two_services_at_once_with_equal_ids(running: Running) -> None:
+    """M-32: the processes meet over sockets alone; what one service counts never meets another's."""
     services = [running.ready_service("a"), running.ready_service("b")]
     alone = running.ready_service("c")
     expected = [alone.finish(alone.add([number, number + 1]))[0].tokens for number in range(20)]

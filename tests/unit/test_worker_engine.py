@@ -51,9 +51,13 @@ class BreakingRunner(FakeRunner):
     """Asks `fault` at each stage of each step whether to raise."""
 
     def __init__(self, fault: Fault, **sizes: object) -> None:
-        super().__init__(model=MODEL, lazy=True, **sizes)  # type: ignore[arg-type]
+        super().__init__(model=MODEL, lazy=True, fail=self._is_not_a_number, **sizes)  # type: ignore[arg-type]
         self.fault = fault
         self.lies = False
+        self.not_a_number: tuple[int, int] | None = None  # sequence, position
+
+    def _is_not_a_number(self, sequence_id: SequenceId, position: int) -> str | None:
+        return "non-finite logits" if (sequence_id, position) == self.not_a_number else None
 
     def launch(self, step: Step) -> FakeHandle:
         if (error := self.fault("prepare", step)) is not None:
@@ -235,6 +239,25 @@ def test_one_broken_request_ends_alone(stage: str, is_prompt: bool, overlap: boo
         assert b.got[number].tokens == alone(number), number
     assert b.scheduler.cache.pool.num_active == 0
     assert b.status == EXIT_OK
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_row_that_is_not_a_number_ends_its_request_alone(
+    overlap: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """B057: no words from noise, nothing of that step in the shared tree, the others as ever."""
+    with bench(EngineSettings(overlap=overlap)) as b:
+        b.runner.not_a_number = (3, len(prompt_of(3)) + 3)
+        for number in range(1, 5):
+            b.add(number, prompt_of(number))
+        codes = b.finish(1, 2, 3, 4)
+        b.wait(lambda: b.scheduler.cache.pool.num_active == 0)
+    assert codes.pop(3) is FinishCode.FAILED
+    assert b.got[3].tokens == alone(3)[:3]
+    assert b.got[3].ends[0].failure is FailureReason.INTERNAL
+    for number in codes:
+        assert b.got[number].tokens == alone(number)
+    assert "event=sequence_failed sequence=3" in caplog.text
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -1,0 +1,122 @@
+"""/metrics, /healthz, /readyz: frozen numbers in both formats, bounded whoever connects."""
+
+import http.client
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
+
+from worker.description import ModelDescription, PoolDescription, WorkerDescription, WorkerState
+from worker.link.http import MAX_CONNECTIONS, STALL_SECONDS, StatusServer
+from worker.readers.metrics import WorkerCollector, first_view
+from worker.stats import EngineCounts
+from worker.status import StatusBoard, StepMark, first_board
+
+
+class Served:
+    """A status server on a free port, with a clock in the test's hands."""
+
+    def __init__(self) -> None:
+        pool = PoolDescription(8, 4, 2, 32, "lru")
+        description = WorkerDescription("w", 1, ModelDescription("m", 9, 32), pool, 1, 32, 0, (), "", b"")
+        self.now = 100.0
+        self.board: StatusBoard = first_board(description, self.now)
+        registry = CollectorRegistry()
+        WorkerCollector(
+            registry,
+            description,
+            view=lambda: first_view(self.board.load.pool),
+            mismatches=lambda: 3,
+            watermark_pages=2,
+        )
+        self.server = StatusServer(
+            "127.0.0.1", 0, registry=registry, board=self.board, clock=lambda: self.now
+        )
+
+    def get(self, path: str, **headers: str) -> tuple[int, str, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=5)
+        try:
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.getheader("Content-Type") or "", answer.read().decode()
+        finally:
+            connection.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    made = Served()
+    yield made
+    made.server.close()
+    made.server.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvatlas-http"]
+
+
+def test_metrics_come_as_text_and_as_openmetrics(served: Served) -> None:
+    status, kind, text = served.get("/metrics")
+    assert (status, kind.startswith("text/plain")) == (200, True)
+    assert 'kvatlas_pages{state="free"} 8.0' in text
+    assert "kvatlas_link_sequence_mismatches_total 3.0" in text
+    status, kind, text = served.get("/metrics", Accept="application/openmetrics-text; version=1.0.0")
+    assert (status, kind.startswith("application/openmetrics-text")) == (200, True)
+    families = {family.name: family for family in openmetrics(text)}  # strict: refuses colliding names
+    assert families["kvatlas_pages"].type == "gauge"
+    assert families["kvatlas_page_events"].type == "counter"
+    assert families["kvatlas_step_seconds"].type == "histogram"
+    assert families["kvatlas_pool"].type == "info"
+
+
+def test_ready_only_while_serving(served: Served) -> None:
+    assert served.get("/readyz")[::2] == (503, "starting\n")
+    served.board.state = WorkerState.SERVING
+    assert served.get("/readyz")[::2] == (200, "serving\n")
+    served.board.state = WorkerState.DRAINING
+    assert served.get("/readyz")[0] == 503
+
+
+def test_healthy_unless_something_runs_and_no_step_ends(served: Served) -> None:
+    assert served.get("/healthz")[::2] == (200, "ok\n")
+    served.now += STALL_SECONDS + 1
+    assert served.get("/healthz")[0] == 200, "idle for long is not stuck"
+    served.board.load = replace(served.board.load, counts=EngineCounts(running_sequences=1))
+    status, _, text = served.get("/healthz")
+    assert (status, "stuck" in text) == (503, True)
+    served.board.step = StepMark(1, served.now)
+    assert served.get("/healthz")[0] == 200
+
+
+def test_other_paths_are_not_found(served: Served) -> None:
+    assert served.get("/")[0] == 404
+    assert served.get("/metrics?x=1")[0] == 200
+
+
+def test_connections_that_say_nothing_are_bounded_and_do_not_hold_up_the_end(served: Served) -> None:
+    silent = [socket.create_connection(("127.0.0.1", served.server.port)) for _ in range(MAX_CONNECTIONS)]
+    try:
+        end = time.monotonic() + 10
+        refused = False
+        while not refused:
+            assert time.monotonic() < end
+            try:
+                served.get("/healthz")
+            except (http.client.HTTPException, OSError):
+                refused = True
+        silent.pop().close()
+        while True:
+            assert time.monotonic() < end
+            try:
+                assert served.get("/healthz")[0] == 200
+                break
+            except (http.client.HTTPException, OSError):
+                threading.Event().wait(0.01)
+        began = time.monotonic()
+        served.server.close()
+        assert time.monotonic() - began < 3.0
+    finally:
+        for connection in silent:
+            connection.close()
