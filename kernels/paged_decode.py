@@ -9,7 +9,7 @@ The chunk size is a function of a sequence's own length and of `chunk_scale`, ne
 a fixed `chunk_scale` a sequence's result does not depend on its company, bit for bit.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -20,6 +20,8 @@ from kernels.batch import KvLayer
 
 MIN_CHUNK = 128
 MAX_CHUNKS = 64
+LARGE_BATCH = 32
+"""Spans from which chunks are four times as long: there are enough of them, and merging costs bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,13 @@ def make_plan(
         chunk_scale=chunk_scale,
         launch=launch,
     )
+
+
+def resized(plan: DecodePlan, num_spans: int) -> DecodePlan:
+    """The plan's buffers for a batch of exactly `num_spans`; chunks grow where the batch fills the device."""
+    room = num_spans * plan.partial.shape[2] * plan.arrived.shape[1]
+    scale = 4 if num_spans >= LARGE_BATCH else 1
+    return replace(plan, num_programs=min(plan.num_programs, room), chunk_scale=scale)
 
 
 def plan_decode(plan: DecodePlan, kv_lens: Tensor) -> None:

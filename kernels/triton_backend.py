@@ -39,10 +39,15 @@ class TritonBackend:
         self._tiles = torch.tensor(tiles, dtype=torch.int32).to(batch.rows.device) if tiles else None
 
     def run(self, kv: KvLayer, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-        """Stores, then attends: decode spans first, as the batch is ordered."""
+        """Stores, then attends."""
+        assert self._batch is not None, "run before plan"
+        store_kv(kv, self._batch.write_slots, k, v)
+        return self.attend(kv, q, scale=scale)
+
+    def attend(self, kv: KvLayer, q: Tensor, *, scale: float) -> Tensor:
+        """Attends to what is stored: decode spans first, as the batch is ordered."""
         batch, decode = self._batch, self._decode
-        assert batch is not None, "run before plan"
-        store_kv(kv, batch.write_slots, k, v)
+        assert batch is not None, "attend before plan"
         if self._tiles is None:
             assert decode is not None, "a batch without spans"
             return paged_decode(q, kv, batch.page_table, batch.rows, batch.kv_lens, decode, scale=scale)

@@ -1,0 +1,99 @@
+"""The runner for GPUs on CPU tensors: Triton's interpreter, no graphs, the real scheduler before it."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before the imports below
+
+from array import array
+from collections import deque
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+
+from kernels.reference import ReferenceBackend
+from kernels.triton_backend import TritonBackend
+from worker.execution.cuda_runner import CudaRunner
+from worker.execution.torch_runner import RunnerConfig, TorchRunner
+from worker.ids import SequenceId
+from worker.model.toy import toy_config, toy_model
+from worker.pages.page_cache import CacheConfig
+from worker.scheduling.output import NO_TOKEN
+from worker.scheduling.request import RequestSpec
+from worker.scheduling.sampling import SamplingParams
+from worker.scheduling.scheduler import Scheduler
+from worker.scheduling.settings import SchedulerConfig
+
+CPU = torch.device("cpu")
+NUM_PAGES, PAGE_SIZE, MAX_RUNNING, CONTEXT = 24, 4, 5, 64
+CONFIG = toy_config(has_qk_norm=True)
+MODEL = toy_model(CONFIG)
+REQUESTS = [
+    SamplingParams(max_tokens=4, stop_at_eos=False),
+    SamplingParams(max_tokens=3, stop_at_eos=False, temperature=0.9, seed=3),
+    SamplingParams(max_tokens=4, stop_at_eos=False, temperature=1.3, top_k=7, top_p=0.9, seed=4),
+    SamplingParams(max_tokens=2, stop_at_eos=False, frequency_penalty=1.5, logprobs=2),
+]
+
+
+def config() -> RunnerConfig:
+    return RunnerConfig(
+        max_running=MAX_RUNNING,
+        max_context=CONTEXT,
+        num_pages=NUM_PAGES,
+        page_size=PAGE_SIZE,
+        num_layers=CONFIG.num_layers,
+        num_kv_heads=CONFIG.num_kv_heads,
+        head_dim=CONFIG.head_dim,
+        vocab_size=CONFIG.vocab_size,
+        attention_scale=CONFIG.attention_scale,
+        poison=True,
+    )
+
+
+def answers(runner: TorchRunner, *, overlap: bool) -> dict[int, list[int]]:
+    scheduler = Scheduler(
+        SchedulerConfig(
+            cache=CacheConfig(num_pages=NUM_PAGES, page_size=PAGE_SIZE),
+            max_running=MAX_RUNNING,
+            max_step_tokens=16,
+            max_context_tokens=CONTEXT,
+        )
+    )
+    for number, params in enumerate(REQUESTS):
+        prompt = array("I", [(7 * number + 3 * i) % 50 + 1 for i in range(5 + 6 * number)])
+        scheduler.add(RequestSpec(SequenceId(number + 1), prompt, params), 0.0)
+    tokens: dict[int, list[int]] = {number + 1: [] for number in range(len(REQUESTS))}
+    in_flight: deque = deque()
+    for turn in range(60):
+        step = scheduler.schedule(float(turn))
+        if step is not None:
+            in_flight.append((step, runner.launch(step)))
+        while len(in_flight) > (1 if overlap and step is not None else 0):
+            oldest, handle = in_flight.popleft()
+            scheduler.commit(oldest, handle.result(), float(turn))
+        for columns in scheduler.take_outputs().values():
+            for sequence, token in zip(columns.sequence_ids, columns.token_ids, strict=True):
+                if token != NO_TOKEN:
+                    tokens[sequence].append(token)
+        if not scheduler.has_work(float(turn)) and not in_flight:
+            break
+    assert [len(tokens[n + 1]) for n in range(len(REQUESTS))] == [p.max_tokens for p in REQUESTS]
+    return tokens
+
+
+def test_the_gpu_path_gives_the_plain_runners_tokens():
+    """M-24, M-25, B052: padded decode steps, sampled on the device beside rows the plain sampler draws."""
+    backend = TritonBackend(CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CONTEXT)
+    expected = answers(TorchRunner(MODEL, ReferenceBackend(), config(), CPU), overlap=False)
+    assert answers(CudaRunner(MODEL, backend, config(), CPU), overlap=True) == expected
+
+
+def test_a_small_batch_leaves_nothing_of_a_larger_one_in_the_buffers():
+    """B081: rows and lengths past the batch are the dummy row's."""
+    backend = TritonBackend(CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CONTEXT)
+    graphs = CudaRunner(MODEL, backend, config(), CPU).graphs
+    graphs.prepare([0, 1, 2, 3], [9, 8, 7, 6], 4)
+    graphs.prepare([2], [5], 4)
+    assert graphs._columns[:, :4].tolist() == [[2, MAX_RUNNING, MAX_RUNNING, MAX_RUNNING], [5, 1, 1, 1]]

@@ -1,0 +1,168 @@
+"""The runner on a GPU: decode steps are CUDA graphs, all else runs eagerly through the same fused kernels.
+
+Owns the graphs and the device's copy of the rows' sampling parameters. Rows whose requests want penalties, a
+bias, masked stop tokens or log-probabilities are drawn by the plain sampler, with the same noise.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.batch import KvLayer
+from kernels.sample import make_scratch, sample
+from kernels.sample_columns import SampleRow, make_columns, write_rows
+from kernels.triton_backend import TritonBackend
+from worker.execution.cuda_graphs import DecodeGraphs, DecodeTables
+from worker.execution.runner import StepHandle
+from worker.execution.sampler import Sampled
+from worker.execution.sampling_state import NO_LOGPROBS
+from worker.execution.step_tensors import StepTensors
+from worker.execution.torch_runner import NO_TOKEN_ID, RunnerConfig, TorchRunner
+from worker.model.fused import FusedModel
+from worker.model.llama import Model
+from worker.scheduling.step import RowStart, Step, StepResult
+
+
+class CudaRunner(TorchRunner):
+    """A `Runner` (worker.execution.runner) over fused kernels and CUDA graphs."""
+
+    def __init__(
+        self,
+        model: Model,
+        backend: TritonBackend,
+        config: RunnerConfig,
+        device: torch.device,
+        *,
+        max_graph_batch: int = 256,
+        capture: bool = True,
+    ) -> None:
+        super().__init__(model, backend, config, device)
+        self._fused = FusedModel(model)
+        self._attention = backend
+        self._columns = make_columns(config.max_running + 1, device)
+        self._scratch = make_scratch(config.max_running, config.vocab_size, device)
+        self._has_filters = np.zeros(config.max_running, np.bool_)
+        tables = DecodeTables(
+            page_table=self.page_table.slots,
+            token_ids=self.token_pool.ids,
+            kv=self.kv_pool.layers,
+            columns=self._columns,
+            dummy_row=config.max_running,
+        )
+        self.graphs = DecodeGraphs(
+            self._fused,
+            tables,
+            max_batch=min(max_graph_batch, config.max_running),
+            max_context=self.page_table.slots.shape[1],
+            scale=config.attention_scale,
+            capture=capture,
+        )
+        with torch.inference_mode():
+            self.graphs.capture_all()
+
+    def _run(self, step: Step, began: float) -> StepHandle:
+        self._start_columns(step.row_starts)
+        if not self._is_plain_decode(step):
+            return super()._run(step, began)
+        self.token_pool.start_rows(step.row_starts)
+        self._state.start_rows(step.row_starts)
+        self.page_table.write_pages(step.new_page_rows, step.new_page_indexes, step.new_page_ids)
+        self.kv_pool.copy_pages(step.page_copies)
+        with_filters = bool(self._has_filters[np.frombuffer(step.rows, dtype=np.int32)].any())
+        ids, is_finite = self.graphs.run(step.rows, step.ends, with_filters=with_filters)
+        return _Replayed(step, ids, is_finite, began)
+
+    def _is_plain_decode(self, step: Step) -> bool:
+        if step.num_decode != len(step.rows) or not self.graphs.fits(len(step.rows)):
+            return False
+        return self._is_plain(np.frombuffer(step.rows, dtype=np.int32), step.row_starts)
+
+    def _is_plain(self, rows: np.ndarray, row_starts: Sequence[RowStart] = ()) -> bool:
+        if any(_is_special(start) for start in row_starts):
+            return False
+        state = self._state
+        return not (state.has_edits[rows].any() or (state.num_logprobs[rows] != NO_LOGPROBS).any())
+
+    def _start_columns(self, starts: Sequence[RowStart]) -> None:
+        values = []
+        for start in starts:
+            params = start.params
+            self._has_filters[start.row] = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+            values.append(
+                SampleRow(
+                    temperature=params.temperature,
+                    top_k=params.top_k,
+                    top_p=params.top_p,
+                    min_p=params.min_p,
+                    seed=params.seed,
+                    choice=start.choice_index,
+                )
+            )
+        write_rows(self._columns, [start.row for start in starts], values)
+
+    def _forward(self, tensors: StepTensors) -> Tensor:
+        self._attention.plan(tensors.batch)
+        hidden = torch.nn.functional.embedding(tensors.input_ids, self._fused.embedding)
+        batch = tensors.batch
+        return self._fused.forward(
+            hidden, batch.positions, batch.write_slots, self.kv_pool.layers, self._attend_stored
+        )
+
+    def _attend_stored(self, kv: KvLayer, q: Tensor) -> Tensor:
+        return self._attention.attend(kv, q, scale=self._config.attention_scale)
+
+    def _sample(self, tensors: StepTensors, hidden: Tensor) -> Sampled | None:
+        rows = tensors.sampled_rows_host
+        if len(rows) == 0 or not self._is_plain(rows):
+            return super()._sample(tensors, hidden)
+        logits = self._logits(hidden[tensors.sampled_tokens])
+        ids, is_finite = sample(
+            logits,
+            tensors.sampled_rows,
+            tensors.sampled_ends,
+            self._columns,
+            self._scratch,
+            self._config.vocab_size,
+            with_filters=bool(self._has_filters[rows].any()),
+            token_pool=self.token_pool.ids,
+        )
+        # Copies: the scratch is the next step's as soon as that is launched.
+        return Sampled(ids.clone(), is_finite.clone(), [], [], None)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self._fused.logits(hidden)
+
+
+def _is_special(start: RowStart) -> bool:
+    params = start.params
+    masks_stops = params.min_tokens > 0 and bool(params.stop_token_ids or start.eos_token_ids)
+    return params.has_penalties or bool(params.logit_bias) or masks_stops or params.logprobs is not None
+
+
+class _Replayed:
+    """A replayed graph; ids and flags travel to pinned memory behind it."""
+
+    def __init__(self, step: Step, ids: Tensor, is_finite: Tensor, began: float) -> None:
+        self._step = step
+        self._began = began
+        is_pinned = ids.device.type == "cuda"
+        self._host = torch.empty(2, len(ids), dtype=torch.int32, pin_memory=is_pinned)
+        self._host[0].copy_(ids, non_blocking=True)
+        self._host[1].copy_(is_finite, non_blocking=True)
+        self._event: torch.cuda.Event | None = None
+        if is_pinned:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def result(self) -> StepResult:
+        """Waits for the copies, then reads them."""
+        if self._event is not None:
+            self._event.synchronize()
+        ids, is_finite = self._host.tolist()
+        failed = {i: "non-finite logits" for i, finite in enumerate(is_finite) if not finite}
+        for i in failed:
+            ids[i] = NO_TOKEN_ID
+        return StepResult(token_ids=ids, failed=failed, seconds=time.perf_counter() - self._began)
