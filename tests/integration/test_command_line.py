@@ -244,6 +244,13 @@ def test_a_watched_map_shows_an_answer_come_and_go(start_server: Any) -> None:
     assert watch.returncode == 0
 
 
+def test_a_map_that_was_read_leaves_no_watch_behind(fake_server: Any) -> None:
+    """B111: more reads than the server allows watches at a time; none is refused."""
+    with Client(fake_server.address) as client:
+        for _ in range(100):
+            assert client.page_map().page_count == 256
+
+
 def test_top_shows_running_sequences_once(start_server: Any, wait_until: WaitUntil) -> None:
     server = start_server(*FAKE, "--set-worker", "fake_step_ms=20")
     with (

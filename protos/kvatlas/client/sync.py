@@ -10,6 +10,7 @@ Owns channels and calls. Every call has a deadline, and every stream that is lef
 leave the `with` block, call `close()`, or drop the stream, and its pages go back to the pool.
 """
 
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -103,6 +104,7 @@ class Client:
         self.address = address
         self._timeout = timeout_seconds
         self._channels: dict[int, grpc.Channel] = {}
+        self._lock = threading.Lock()  # of the table above
 
     # generation
 
@@ -253,7 +255,8 @@ class Client:
 
     def close(self) -> None:
         """Ends all calls and closes the channels."""
-        channels, self._channels = self._channels, {}
+        with self._lock:
+            channels, self._channels = self._channels, {}
         for channel in channels.values():
             channel.close()
 
@@ -268,9 +271,10 @@ class Client:
     def _channel(self, service_config: Mapping[str, Any]) -> grpc.Channel:
         """One per service config, opened on first use."""
         key = id(service_config)
-        if key not in self._channels:
-            self._channels[key] = grpc.insecure_channel(self.address, channel_options(service_config))
-        return self._channels[key]
+        with self._lock:
+            if key not in self._channels:
+                self._channels[key] = grpc.insecure_channel(self.address, channel_options(service_config))
+            return self._channels[key]
 
     def _generation(self) -> Any:
         return generation_pb2_grpc.GenerationServiceStub(self._channel(SERVICE_CONFIG))  # type: ignore[no-untyped-call]
