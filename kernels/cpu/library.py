@@ -10,6 +10,7 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,8 @@ _SIGNATURES: dict[str, tuple[_Argument | None, list[_Argument]]] = {
     "kv_silu_mul": (None, [c_void_p, c_int64, c_void_p, c_int64, c_int64]),
     "kv_decode": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "kv_embed_q8": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64]),
+    "kv_draw": (None, [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 10]),
+    "kv_penalise": (None, [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 6]),
     "kv_best": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
 }
 
@@ -64,6 +67,35 @@ class Format(IntEnum):
     BF16 = 2
     Q8_0 = 3
     Q4_1 = 4
+
+
+class DrawColumns(NamedTuple):
+    """How each row is drawn; contiguous, in the order of kv_draw."""
+
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int64]  # 0: off
+    top_p: npt.NDArray[np.float32]
+    min_p: npt.NDArray[np.float32]
+    seed_low: npt.NDArray[np.int64]
+    seed_high: npt.NDArray[np.int64]
+    choice: npt.NDArray[np.int64]
+    position: npt.NDArray[np.int32]
+
+
+class PenaltyColumns(NamedTuple):
+    """Penalties of each row, in the order of kv_penalise."""
+
+    repetition: npt.NDArray[np.float32]
+    frequency: npt.NDArray[np.float32]
+    presence: npt.NDArray[np.float32]
+
+
+class HistoryTables(NamedTuple):
+    """Tokens of rows with penalties; lines[i] is the line of row i."""
+
+    counts: Tensor  # int32 [num_lines, vocab_size]
+    in_prompt: Tensor  # bool [num_lines, vocab_size]
+    lines: Tensor  # int64 [n]
 
 
 class CpuLibrary:
@@ -242,6 +274,35 @@ class CpuLibrary:
             x.data_ptr(), x.stride(0), x.shape[0], x.shape[1], values.data_ptr(), indexes.data_ptr()
         )
         return values, indexes
+
+    def draw(self, logits: Tensor, best: Tensor, columns: DrawColumns, ids: Tensor) -> None:
+        """One token per row, as kernels/noise.py defines it; rows whose best is not finite keep their id.
+
+        logits [n, vocab_size], rows contiguous; best [n]; ids int64 [n], written.
+        """
+        self._calls.kv_draw(
+            logits.data_ptr(),
+            logits.stride(0),
+            logits.shape[0],
+            logits.shape[1],
+            best.data_ptr(),
+            *(column.ctypes.data for column in columns),
+            ids.data_ptr(),
+        )
+
+    def penalise(self, logits: Tensor, history: HistoryTables, columns: PenaltyColumns) -> None:
+        """Penalties on logits [n, vocab_size] in place."""
+        assert history.counts.shape[1] == logits.shape[1], "the tables are of another vocabulary"
+        self._calls.kv_penalise(
+            logits.data_ptr(),
+            logits.stride(0),
+            logits.shape[0],
+            logits.shape[1],
+            history.counts.data_ptr(),
+            history.in_prompt.data_ptr(),
+            history.lines.data_ptr(),
+            *(column.ctypes.data for column in columns),
+        )
 
 
 @cache

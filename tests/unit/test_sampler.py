@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.cpu.library import cpu_library
+from worker.execution.cpu_sampler import CpuSampler
 from worker.execution.sampler import Filters, Sampled, Sampler, kept_candidates
 from worker.execution.sampling_state import SamplingState
 from worker.ids import Row, SequenceId
@@ -21,14 +24,30 @@ VOCAB = 101
 NAN, INF = math.nan, math.inf
 
 
+@pytest.fixture(params=["torch", "cpu"], autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every promise holds for both samplers."""
+    monkeypatch.setattr(Rows, "kind", request.param)
+    return str(request.param)
+
+
 class Rows:
     """A sampler with rows set up one by one; row i has parameters params[i]."""
 
+    kind = "torch"
+
     def __init__(self, *params: SamplingParams, vocab_size: int = VOCAB) -> None:
         self.state = SamplingState(max_running=80, vocab_size=vocab_size, device=CPU)
-        self.sampler = Sampler(self.state)
+        self.sampler = self._sampler()
         for row, one in enumerate(params):
             self.start(row, one)
+
+    def _sampler(self) -> Sampler:
+        if self.kind == "torch":
+            return Sampler(self.state)
+        library = cpu_library()
+        assert library is not None, "this machine has no C++ compiler"
+        return CpuSampler(self.state, library)
 
     def start(
         self,
@@ -240,6 +259,34 @@ def test_a_filtered_draw_picks_the_unfiltered_token_when_it_is_kept() -> None:
             assert filtered == whole
             agreed += 1
     assert agreed > 100
+
+
+def test_both_samplers_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any mix of settings and shapes of logits: peaked, flat, tied, with banned tokens."""
+    chance = random.Random(1)
+    for round_number in range(40):
+        vocab_size = chance.choice([3, 17, 64, 1000, 3001])
+        settings = [
+            SamplingParams(
+                temperature=chance.choice([0.1, 0.8, 1.0, 3.0]),
+                top_k=chance.choice([0, 0, 1, 2, 40, 5000]),
+                top_p=chance.choice([1.0, 1.0, 0.99, 0.6, 0.01]),
+                min_p=chance.choice([0.0, 0.0, 0.05, 0.9]),
+                repetition_penalty=chance.choice([1.0, 1.2]),
+                presence_penalty=chance.choice([0.0, 0.5]),
+                seed=chance.getrandbits(64),
+            )
+            for _ in range(12)
+        ]
+        logits = draw_logits(12, vocab_size, round_number) * chance.choice([0.0, 0.1, 1.0, 5.0])
+        if round_number % 3 == 0:
+            logits = logits.round()
+        logits[:, vocab_size // 2 :: 7] = -INF
+        drawn = []
+        for kind in ("torch", "cpu"):
+            monkeypatch.setattr(Rows, "kind", kind)
+            drawn.append(Rows(*settings, vocab_size=vocab_size).ids(logits, range(12), [round_number] * 12))
+        assert drawn[0] == drawn[1], round_number
 
 
 # -- the vocabulary --------------------------------------------------------------------------------

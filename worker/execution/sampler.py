@@ -56,12 +56,12 @@ class Sampler:
         logits = logits[:, : self._state.vocab_size].float()
         if self._state.has_edits[rows].any():
             logits = self._edit(logits, rows, ends)
-        best, ids = logits.max(dim=-1)
+        best, ids = self._best(logits)
         is_finite = best.isfinite()  # NaN anywhere in a row is its maximum
         drawing = self._state.is_random[rows].nonzero()[0]
         if len(drawing):
             index = self._index(drawing)
-            ids[index] = self._draw(logits[index], rows[drawing], ends[drawing])
+            ids[index] = self._draw(logits[index], best[index], rows[drawing], ends[drawing])
         ids = torch.where(is_finite, ids, 0)
         self._remember(rows, ids)
         asking = (self._state.num_logprobs[rows] != NO_LOGPROBS).nonzero()[0]
@@ -72,13 +72,20 @@ class Sampler:
             logprobs = token_logprobs(logits[index], ids[index], max(counts))
         return Sampled(ids, is_finite, asking.tolist(), counts, logprobs)
 
+    # What follows up to _draw may be done faster by a subclass: same results.
+
+    def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Highest logit of each row, NaN where it holds NaN, and its lowest index."""
+        best, ids = logits.max(dim=-1)
+        return best, ids
+
     # -- before temperature ------------------------------------------------------------------------------
 
     def _edit(self, logits: Tensor, rows: HostRows, ends: HostRows) -> Tensor:
         penalised = self._state.has_penalties[rows].nonzero()[0]
         if len(penalised):
             index = self._index(penalised)
-            logits[index] = self._penalise(logits[index], rows[penalised])
+            logits[index] = self._penalised(logits[index], rows[penalised])
         for i in self._state.has_edits[rows].nonzero()[0].tolist():
             row = int(rows[i])
             if (bias := self._state.bias.get(row)) is not None:
@@ -88,7 +95,8 @@ class Sampler:
                 logits[i].index_fill_(0, stops, -math.inf)
         return logits
 
-    def _penalise(self, logits: Tensor, rows: HostRows) -> Tensor:
+    def _penalised(self, logits: Tensor, rows: HostRows) -> Tensor:
+        """A new tensor, or logits itself changed."""
         state = self._state
         counts = state.history.output_counts(rows.tolist())
         was_put_out = counts > 0
@@ -105,7 +113,8 @@ class Sampler:
 
     # -- the draw ----------------------------------------------------------------------------------------
 
-    def _draw(self, logits: Tensor, rows: HostRows, ends: HostRows) -> Tensor:
+    def _draw(self, logits: Tensor, best: Tensor, rows: HostRows, ends: HostRows) -> Tensor:
+        """Ids int64 [num_rows]; best is the highest logit of each row."""
         state = self._state
         scores = logits / self._column(state.temperature[rows])
         has_filter = (state.top_k[rows] > 0) | (state.top_p[rows] < 1.0) | (state.min_p[rows] > 0.0)

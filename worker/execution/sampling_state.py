@@ -43,6 +43,10 @@ class TokenHistory:
         if (line := self._lines.pop(row, None)) is not None:
             self._free.append(line)
 
+    def tables(self, rows: Iterable[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """All counts, all prompt marks, and the line of each row in both."""
+        return self._counts, self._in_prompt, self._line_index(rows)
+
     def output_counts(self, rows: Iterable[int]) -> Tensor:
         """Times each token was put out, int32 [num_rows, vocab_size]."""
         return self._counts[self._line_index(rows)]

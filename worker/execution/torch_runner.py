@@ -18,6 +18,7 @@ from kernels.backend import AttentionBackend
 from kernels.batch import KvLayer, PagedBatch
 from kernels.cpu_backend import CpuBackend
 from worker.execution.cpu_model import cpu_model
+from worker.execution.cpu_sampler import CpuSampler
 from worker.execution.kv_pool import KvPool
 from worker.execution.page_table import PageTable
 from worker.execution.prompt_logprobs import PromptLogprobs
@@ -107,7 +108,7 @@ class TorchRunner:
         self._state = SamplingState(
             max_running=config.max_running, vocab_size=config.vocab_size, device=device
         )
-        self._sampler = Sampler(self._state)
+        self._sampler = _sampler(self._state, backend)
         self._prompt_logprobs = PromptLogprobs(self._state, self.token_pool, self._logits)
         log.info(
             "runner ready device=%s backend=%s pages=%d page_size=%d kv_bytes=%d",
@@ -191,6 +192,12 @@ def _paged_model(model: Model, backend: AttentionBackend, kv_dtype: torch.dtype)
     if isinstance(model, LlamaModel) and isinstance(backend, CpuBackend) and kv_dtype == torch.float32:
         return cpu_model(model, backend.library)
     return None
+
+
+def _sampler(state: SamplingState, backend: AttentionBackend) -> Sampler:
+    if isinstance(backend, CpuBackend) and backend.library is not None:
+        return CpuSampler(state, backend.library)
+    return Sampler(state)
 
 
 def _nonfinite_tokens(hidden: Tensor) -> Tensor:
