@@ -97,6 +97,9 @@ class TorchDevice:
             dtype=_name(dtype),
             backend=backend.name,
         )
+        if device.type == "cuda" and backend.name == "triton":
+            runner = import_module("worker.execution.cuda_runner").CudaRunner
+            return cast(Runner, runner(model, backend, runner_config, device))
         return TorchRunner(model, backend, runner_config, device)
 
 

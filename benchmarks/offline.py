@@ -1,0 +1,191 @@
+"""Output tokens per second of the engine alone: all prompts at once, no service in between.
+
+The workloads that peers publish: offline256 is 256 prompts of 100..1024 random ids with 100..1024 output
+tokens each; b1, b8, b64 are so many prompts of 512 ids with 256 output tokens. Temperature 0.6, EOS ignored.
+`python -m benchmarks.offline --model random:qwen3-0.6b --device cuda`; the figure is over the whole call,
+prefill included.
+"""
+
+import argparse
+import random
+import time
+from array import array
+from collections import deque
+from dataclasses import dataclass
+
+from benchmarks.record import write_result
+from worker.config import WorkerConfig
+from worker.devices import choose_device
+from worker.execution.runner import Runner, StepHandle
+from worker.ids import SequenceId
+from worker.pages.page_cache import CacheConfig
+from worker.scheduling.request import AddStatus, RequestSpec
+from worker.scheduling.sampling import SamplingParams
+from worker.scheduling.scheduler import Scheduler
+from worker.scheduling.settings import SchedulerConfig
+from worker.scheduling.step import Step
+
+PEAK_SEQUENCES = 256
+HIGHEST_ID = 10_000
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts and how many tokens each is to be answered with."""
+
+    name: str
+    prompts: list[list[int]]
+    output_tokens: list[int]
+
+
+def published(num_sequences: int, limit: int = 1024) -> Workload:
+    """The workload that nano-vllm and mini-sglang publish; the same random numbers."""
+    draw = random.Random(0)
+    prompts = [
+        [draw.randint(3, HIGHEST_ID) for _ in range(draw.randint(100, limit))] for _ in range(num_sequences)
+    ]
+    answers = [draw.randint(100, limit) for _ in range(num_sequences)]
+    return Workload(f"offline{num_sequences}", prompts, answers)
+
+
+def fixed(num_sequences: int, prompt_tokens: int = 512, output_tokens: int = 256) -> Workload:
+    """Prompts of one length, answers of one length."""
+    draw = random.Random(1)
+    prompts = [[draw.randint(3, HIGHEST_ID) for _ in range(prompt_tokens)] for _ in range(num_sequences)]
+    return Workload(f"b{num_sequences}", prompts, [output_tokens] * num_sequences)
+
+
+@dataclass
+class Tally:
+    """Where the host's time went, in seconds."""
+
+    steps: int = 0
+    schedule: float = 0.0
+    launch: float = 0.0
+    wait: float = 0.0
+    commit: float = 0.0
+    first_token: float = 0.0
+
+
+class Engine:
+    """Scheduler and runner in one loop, a step ahead where the device runs by itself."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        device = choose_device(config)
+        facts = device.facts(config)
+        self.config = config.resolved(
+            model_context=facts.model.max_context_tokens, automatic_pages=facts.automatic_pages
+        )
+        self.runner: Runner = device.build(self.config)
+        self.overlap = bool(self.config.overlap)
+        self._next_id = 1
+
+    def run(self, workload: Workload) -> Tally:
+        """Answers everything; every run starts with an empty prefix cache."""
+        scheduler = self._scheduler()
+        for prompt, count in zip(workload.prompts, workload.output_tokens, strict=True):
+            params = SamplingParams(temperature=0.6, max_tokens=count, stop_at_eos=False, seed=self._next_id)
+            spec = RequestSpec(SequenceId(self._next_id), array("I", prompt), params)
+            outcome = scheduler.add(spec, time.monotonic())
+            assert outcome.status is AddStatus.ACCEPTED, outcome
+            self._next_id += 1
+        tally = Tally()
+        self._drive(scheduler, tally)
+        return tally
+
+    def _drive(self, scheduler: Scheduler, tally: Tally) -> None:
+        in_flight: deque[tuple[Step, StepHandle]] = deque()
+        clock = time.perf_counter
+        began = clock()
+        while True:
+            start = clock()
+            step = scheduler.schedule(time.monotonic())
+            scheduled = clock()
+            tally.schedule += scheduled - start
+            if step is not None:
+                in_flight.append((step, self.runner.launch(step)))
+                tally.steps += 1
+                tally.launch += clock() - scheduled
+            keep = 1 if self.overlap and step is not None else 0
+            while len(in_flight) > keep:
+                oldest, handle = in_flight.popleft()
+                before = clock()
+                result = handle.result()
+                waited = clock()
+                scheduler.commit(oldest, result, time.monotonic())
+                tally.wait += waited - before
+                tally.commit += clock() - waited
+            if scheduler.take_outputs() and not tally.first_token:
+                tally.first_token = clock() - began
+            if not in_flight and not scheduler.has_work(time.monotonic()):
+                return
+
+    def _scheduler(self) -> Scheduler:
+        config = self.config
+        return Scheduler(
+            SchedulerConfig(
+                cache=CacheConfig(num_pages=config.num_pages, page_size=config.page_size),
+                max_running=config.max_running,
+                max_step_tokens=config.max_batch_tokens,
+                max_context_tokens=config.max_context,
+            )
+        )
+
+
+def measure(engine: Engine, workload: Workload) -> dict[str, object]:
+    """One workload, once."""
+    began = time.perf_counter()
+    tally = engine.run(workload)
+    seconds = time.perf_counter() - began
+    tokens = sum(workload.output_tokens)
+    return {
+        "workload": workload.name,
+        "tokens_per_second": round(tokens / seconds, 1),
+        "output_tokens": tokens,
+        "prompt_tokens": sum(map(len, workload.prompts)),
+        "seconds": round(seconds, 3),
+        "first_token_seconds": round(tally.first_token, 4),
+        "steps": tally.steps,
+        "host_us_per_step": {
+            name: round(getattr(tally, name) / tally.steps * 1e6, 1)
+            for name in ("schedule", "launch", "wait", "commit")
+        },
+    }
+
+
+def main() -> None:
+    """Runs the named workloads."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="random:qwen3-0.6b")
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--workloads", nargs="*", default=["b1", "b8", "b64", "offline256"])
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--max-batch-tokens", type=int, default=8192)
+    parser.add_argument("--no-overlap", action="store_true")
+    arguments = parser.parse_args()
+    began = time.perf_counter()
+    engine = Engine(
+        WorkerConfig(
+            model=arguments.model,
+            device=arguments.device,
+            page_size=arguments.page_size,
+            max_running=PEAK_SEQUENCES,
+            max_batch_tokens=arguments.max_batch_tokens,
+            max_context=4096,
+            memory_ratio=0.8,
+            overlap=False if arguments.no_overlap else None,
+        )
+    )
+    print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
+    engine.run(fixed(2, 64, 16))
+    rows = []
+    for name in arguments.workloads:
+        number = int(name.removeprefix("offline").removeprefix("b"))
+        rows.append(measure(engine, published(number) if name.startswith("offline") else fixed(number)))
+        print(rows[-1], flush=True)
+    shape = arguments.model.removeprefix("random:")
+    print(write_result(f"offline-{shape}", {"rows": rows}, ["torch", "numpy"]))
+
+
+if __name__ == "__main__":
+    main()
