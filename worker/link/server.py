@@ -93,18 +93,23 @@ class EngineLink:
         self._poll_outputs = zmq.Poller()
         self._poll_outputs.register(outputs.wakeup.fileno(), zmq.POLLIN)
         self._poll_all.register(self._socket, zmq.POLLIN)
-        self._thread = threading.Thread(target=self._run, name="kvatlas-io", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="kvatlas-io", daemon=True)
+
+    @property
+    def num_services(self) -> int:
+        """Services that have said Hello and are not lost."""
+        return len(self._peers)
 
     def start(self) -> None:
         """Begins to answer."""
-        self._thread.start()
+        self.thread.start()
 
     def close(self) -> None:
         """Sends what is handed over already, then ends the thread and the socket; idempotent."""
         self._is_stopping = True
         self._outputs.wakeup.notify()
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self.thread.ident is not None:
+            self.thread.join()
         else:
             self._socket.close()
 
