@@ -185,8 +185,17 @@ struct Filters {
     float min_p;    // 0: off
 };
 
-// Sorts candidates, best first, and drops what the filters take; false when candidates are missing to tell.
-bool settle(const Filters& f, float highest, double mass, bool is_all, std::vector<Candidate>* found) {
+// Whether the candidates hold all that the filters keep. Asked before sorting, which costs more than finding more.
+bool suffices(const Filters& f, float highest, double mass, const std::vector<Candidate>& found) {
+    if (f.top_k > 0) return found.size() >= size_t(f.top_k);
+    if (f.top_p >= 1.0) return true;
+    double sum = 0.0;
+    for (const Candidate& one : found) sum += std::exp(one.score - highest);
+    return sum >= f.top_p * mass * 1.000001;  // floats: not sure is no
+}
+
+// Sorts candidates, best first, and drops what the filters take.
+void settle(const Filters& f, float highest, double mass, std::vector<Candidate>* found) {
     std::sort(found->begin(), found->end(), [](const Candidate& a, const Candidate& b) {
         return a.score > b.score || (a.score == b.score && a.id < b.id);
     });
@@ -196,7 +205,6 @@ bool settle(const Filters& f, float highest, double mass, bool is_all, std::vect
     };
     size_t end = found->size();
     if (f.top_k > 0) {
-        if (size_t(f.top_k) > found->size() && !is_all) return false;
         end = std::min(end, past_equals(std::min(size_t(f.top_k), found->size()) - 1));
         mass = 0.0;
         for (size_t i = 0; i < end; i++) mass += std::exp(double((*found)[i].score - highest));
@@ -206,7 +214,6 @@ bool settle(const Filters& f, float highest, double mass, bool is_all, std::vect
         size_t at = 0;
         for (; at < end && (at == 0 || before < f.top_p * mass); at++)
             before += std::exp(double((*found)[at].score - highest));
-        if (at == end && end == found->size() && !is_all && before < f.top_p * mass) return false;
         end = std::min(end, past_equals(at - 1));
     }
     if (f.min_p > 0.0f) {
@@ -214,7 +221,6 @@ bool settle(const Filters& f, float highest, double mass, bool is_all, std::vect
         while (end > 1 && (*found)[end - 1].score < least) end--;
     }
     found->resize(end);
-    return true;
 }
 
 int32_t draw_filtered(const float* logits, int64_t vocab_size, float temperature, float highest, const Filters& f,
@@ -222,12 +228,13 @@ int32_t draw_filtered(const float* logits, int64_t vocab_size, float temperature
     static thread_local std::vector<Candidate> found;
     const double mass = f.top_p < 1.0 && f.top_k == 0 ? mass_of_all(logits, vocab_size, temperature, highest) : 0.0;
     // Few tokens lie within a factor e**-depth of the best. Equal scores are never split: all at or above the line.
-    for (float depth = 4.0f;; depth *= 2.0f) {
-        const bool only_min_p = f.top_k == 0 && f.top_p >= 1.0;
-        const float least = only_min_p ? highest + std::log(f.min_p) : highest - depth;
-        const bool is_all = only_min_p || depth > 256.0f;
-        collect(logits, vocab_size, temperature, is_all && !only_min_p ? -INFINITY : least, &found);
-        if (settle(f, highest, mass, is_all, &found)) return draw_one_of(found, key);
+    const bool only_min_p = f.top_k == 0 && f.top_p >= 1.0;
+    for (float depth = only_min_p ? -std::log(f.min_p) : 3.0f;; depth *= 1.5f) {
+        const bool is_all = depth > 256.0f;
+        collect(logits, vocab_size, temperature, is_all ? -INFINITY : highest - depth, &found);
+        if (!is_all && !suffices(f, highest, mass, found)) continue;
+        settle(f, highest, mass, &found);
+        return draw_one_of(found, key);
     }
 }
 
