@@ -74,10 +74,10 @@ class CommandQueue(Generic[T]):
         """Ends the reader's sleep without a command; safe in a signal handler."""
         self._queue.put(None)
 
-    def drain(self) -> list[T]:
-        """What is there now, at most the bound, without waiting."""
+    def drain(self, most: int | None = None) -> list[T]:
+        """What is there now, at most so many or the bound, without waiting."""
         commands: list[T] = []
-        for _ in range(min(self._queue.qsize(), self._limit)):
+        for _ in range(min(self._queue.qsize(), most or self._limit)):
             try:
                 command = self._queue.get_nowait()
             except Empty:

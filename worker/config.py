@@ -101,6 +101,8 @@ class WorkerConfig:
         """The same with nothing left automatic: addresses, context, pages, overlap."""
         num_pages = self.num_pages or automatic_pages
         pool_tokens = num_pages * self.page_size
+        if self.max_context > model_context:
+            raise ConfigError(f"max_context: {self.max_context}, the model is made for {model_context}")
         context = min(self.max_context or model_context, pool_tokens)
         if context < 2:
             raise ConfigError(f"num_pages: {num_pages} pages of {self.page_size} tokens hold no request")
@@ -168,7 +170,7 @@ class WorkerConfig:
 
 
 def socket_folder(worker_id: str) -> Path:
-    """Folder of the ipc sockets of a worker: private to the user; made by who binds them."""
+    """Folder of the ipc sockets of a worker, private to the user; services know the rule, too."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     root = Path(base) / "kvatlas" if base else Path(tempfile.gettempdir()) / f"kvatlas-{os.getuid()}"
     return root / worker_id

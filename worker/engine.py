@@ -31,6 +31,7 @@ from worker.status import StatusBoard, StepMark
 OBSERVE_SECONDS = 0.1
 IDLE_OBSERVE_SECONDS = 1.0  # an idle worker still accrues idle time
 ROOM_SECONDS = 0.05
+COMMANDS_PER_TURN = 64  # so that a burst of requests does not hold up those that run
 AUDIT_SHARE = 0.005  # of the engine's time at most
 AUDITED_PAGES = 4096  # looked at one by one in one round, 0.4 us each; the next round goes on behind them
 AUDITED_ROWS = 4  # compared with the device in one round
@@ -153,7 +154,7 @@ class Engine:
 
     def _turn(self) -> None:
         now = self._clock()
-        for command in self._commands.drain():
+        for command in self._commands.drain(COMMANDS_PER_TURN):
             self._obedience.obey(command, now)
             self._has_news = True
         step = self._launch(now)
@@ -267,7 +268,9 @@ class Engine:
             try:
                 result = run_span_by_span(self._runner, launched.step, self._log_broken_span)
             except Exception as worse:
-                raise DeviceFull from worse
+                if is_out_of_memory(worse):
+                    raise DeviceFull from worse
+                raise
             self._in_flight.popleft()
             self._commit(launched, result)
 

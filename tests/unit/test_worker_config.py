@@ -104,6 +104,11 @@ def test_nothing_is_automatic_once_it_is_resolved() -> None:
     assert config.pages_address != config.engine_address
 
 
+def test_a_context_beyond_the_models_is_refused() -> None:
+    with pytest.raises(ConfigError, match="made for 1000"):
+        WorkerConfig(max_context=1001).resolved(model_context=1000, automatic_pages=1000)
+
+
 def test_a_pool_too_small_for_any_request_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_pages"):
         WorkerConfig(page_size=1, num_pages=1).resolved(model_context=100, automatic_pages=1)

@@ -320,6 +320,27 @@ def test_garbage_on_the_socket_is_survived(bench: LinkBench) -> None:
     service.hello()
 
 
+def test_a_message_that_breaks_the_link_costs_its_service_the_session(
+    bench: LinkBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B102: the stage before the engine."""
+    broken, other = bench.service("broken"), bench.service("other")
+    broken.hello()
+    other.hello()
+
+    def breaks(sequence_ids: object, *rest: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("worker.link.codec.plane", breaks)
+    broken.abort(1)
+    dropped = bench.command()
+    monkeypatch.undo()
+    assert isinstance(dropped, DropSource)
+    assert dropped.source.startswith("broken#")
+    other.add([1])
+    assert bench.request().source.startswith("other#")
+
+
 def test_a_full_command_queue_holds_services_back_and_loses_nothing(tmp_path: Path) -> None:
     bench = LinkBench(tmp_path, command_limit=4)
     try:

@@ -23,7 +23,7 @@ class IpcGuard:
 
     def __init__(self) -> None:
         self._locks: list[tuple[Path, IO[bytes]]] = []
-        self._made_folders: set[Path] = set()
+        self._made_folders: list[Path] = []
 
     def take(self, address: str) -> None:
         """Makes the folder (mode 0700) and takes the lock. Raises AddressError."""
@@ -31,9 +31,7 @@ class IpcGuard:
             return
         path = Path(address.removeprefix("ipc://"))
         try:
-            if not path.parent.exists():
-                path.parent.mkdir(mode=0o700, parents=True)
-                self._made_folders.add(path.parent)
+            self._make_folder(path.parent)
             _check_private(path.parent)
             lock = open(path.with_name(path.name + ".lock"), "wb")  # noqa: SIM115  # held until release
         except OSError as error:
@@ -45,6 +43,15 @@ class IpcGuard:
             raise AddressError(f"{address}: another worker has it") from None
         self._locks.append((path, lock))
 
+    def _make_folder(self, folder: Path) -> None:
+        """With its parents, all of them private: `mkdir -p` would leave the parents open to others."""
+        if folder.exists():
+            return
+        self._make_folder(folder.parent)
+        _check_trusted(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._made_folders.append(folder)
+
     def release(self) -> None:
         """Removes sockets and locks; idempotent."""
         for path, lock in self._locks:
@@ -52,7 +59,7 @@ class IpcGuard:
                 with contextlib.suppress(OSError):
                     file.unlink()
             lock.close()
-        for folder in self._made_folders:
+        for folder in reversed(self._made_folders):
             with contextlib.suppress(OSError):
                 folder.rmdir()  # only where nothing else is in it
         self._locks.clear()
@@ -63,6 +70,14 @@ def _zmq_address(address: str) -> str:
     if address.startswith("tcp://") and address.endswith(":0"):
         return address[:-1] + "*"
     return address
+
+
+def _check_trusted(folder: Path) -> None:
+    """Raises PermissionError when another user could put folders of ours elsewhere."""
+    status = os.stat(folder)
+    is_sticky_or_closed = status.st_mode & 0o1000 or not status.st_mode & 0o022
+    if status.st_uid not in (0, os.getuid()) or not is_sticky_or_closed:
+        raise PermissionError(f"{folder} belongs to user {status.st_uid}, mode {status.st_mode & 0o7777:o}")
 
 
 def _check_private(folder: Path) -> None:

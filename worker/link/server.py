@@ -77,7 +77,6 @@ class EngineLink:
         self._peers = Peers()
         self._desk = CommandDesk(commands.put, to_observer)
         self.sequence_mismatches = 0  # heartbeats of services whose live count differs from ours
-        self._strangers = 0
         self._is_stopping = False
         self._beats_at_once = False
         self._socket = context.socket(zmq.ROUTER)
@@ -159,8 +158,18 @@ class EngineLink:
             except zmq.Again:
                 return True
             if len(frames) == 2:
-                self._take(frames[0], frames[1])
+                self._take_safely(frames[0], frames[1])
         return False
+
+    def _take_safely(self, identity: bytes, data: bytes) -> None:
+        """One service's message, whatever is in it, costs at most that service its session."""
+        try:
+            self._take(identity, data)
+        except Exception:
+            logger.exception("event=message_broke_link service=%r", identity)
+            peer = self._peers.by_identity.get(identity)
+            if peer is not None:
+                self._end_session(peer, "its message broke the link")
 
     def _take(self, identity: bytes, data: bytes) -> None:
         try:
@@ -174,8 +183,7 @@ class EngineLink:
             return
         peer = self._peers.by_identity.get(identity)
         if peer is None:
-            self._strangers += 1  # it will find us silent and say Hello
-            return
+            return  # it will find us silent and say Hello
         peer.last_heard = self._clock()
         match kind:
             case "add":

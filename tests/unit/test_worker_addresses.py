@@ -1,0 +1,76 @@
+"""Where the sockets lie: private folders, one worker per address, real ports, nothing left behind."""
+
+import os
+from pathlib import Path
+
+import pytest
+import zmq
+
+from worker.link.addresses import AddressError, IpcGuard, advertised, bind, last_endpoint
+
+
+def test_folders_are_made_private_and_go_again(tmp_path: Path) -> None:
+    guard = IpcGuard()
+    guard.take(f"ipc://{tmp_path}/a/b/engine")
+    for folder in (tmp_path / "a", tmp_path / "a" / "b"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    guard.release()
+    guard.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_was_there_stays(tmp_path: Path) -> None:
+    guard = IpcGuard()
+    guard.take(f"ipc://{tmp_path}/engine")
+    guard.release()
+    assert tmp_path.is_dir()
+
+
+def test_one_worker_per_path(tmp_path: Path) -> None:
+    first, second = IpcGuard(), IpcGuard()
+    first.take(f"ipc://{tmp_path}/engine")
+    with pytest.raises(AddressError, match="another worker"):
+        second.take(f"ipc://{tmp_path}/engine")
+    first.release()
+    second.take(f"ipc://{tmp_path}/engine")
+    second.release()
+
+
+def test_a_folder_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(AddressError, match="not private"):
+        IpcGuard().take(f"ipc://{shared}/engine")
+    with pytest.raises(AddressError, match="belongs to"):
+        IpcGuard().take(f"ipc://{shared}/deeper/engine")
+    shared.chmod(0o1777)  # as /tmp
+    guard = IpcGuard()
+    guard.take(f"ipc://{shared}/deeper/engine")
+    guard.release()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(AddressError, match="file"):
+        IpcGuard().take(f"ipc://{tmp_path}/file/engine")
+
+
+def test_a_wildcard_port_becomes_a_number_and_all_interfaces_a_name() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    for address in ("tcp://127.0.0.1:0", "tcp://127.0.0.1:*"):
+        socket = context.socket(zmq.XPUB)
+        bind(socket, address)
+        assert int(last_endpoint(socket).rpartition(":")[2]) > 0
+        socket.close()
+    context.term()
+    assert advertised("tcp://0.0.0.0:5") == f"tcp://{os.uname().nodename}:5"
+    assert advertised("tcp://10.0.0.1:5") == "tcp://10.0.0.1:5"
+    assert advertised("ipc:///x") == "ipc:///x"
+
+
+def test_what_cannot_be_bound_is_closed_and_named() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with pytest.raises(AddressError, match="tcp://no-such-interface:1"):
+        bind(context.socket(zmq.XPUB), "tcp://no-such-interface:1")
+    context.term()  # would wait for a socket that is open
