@@ -55,7 +55,6 @@ class EngineSettings:
     audit_interval: float = 1.0
     observe_interval: float = OBSERVE_SECONDS
     debug: bool = False
-    poison: Callable[[Sequence[int]], None] | None = None  # debugging: fills freed pages with NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,12 @@ class Engine:
         self._has_news = True  # something happened since the last observation
         self._idle_seconds = 0.0
         self._was_idle = True
+        self._poison: Callable[[Sequence[int]], None] | None = None
         self._poisoned = 0  # page event up to which freed pages were filled with NaN
+
+    def set_poison(self, poison: Callable[[Sequence[int]], None]) -> None:
+        """Debugging, before `run`: freed pages are filled with what must never be read."""
+        self._poison = poison
 
     # From other threads.
 
@@ -198,7 +202,7 @@ class Engine:
 
     def _poison_freed(self) -> None:
         """Debugging: what was freed holds NaN before anything new is written, so a stale read shows."""
-        poison = self._settings.poison
+        poison = self._poison
         if poison is None:
             return
         events = self._scheduler.cache.events.read(self._poisoned)

@@ -228,7 +228,6 @@ class WorkerProcess:
                     drain_grace=self.config.drain_grace,
                     audit_interval=self.config.audit_interval,
                     debug=self.config.debug,
-                    poison=_poison_of(runner) if self.config.debug_poison else None,
                 ),
                 commands=self.commands,
                 outputs=self.outputs,
@@ -237,6 +236,8 @@ class WorkerProcess:
                 on_state=self.link.announce,
                 clock=self._clock,
             )
+            if self.config.debug_poison:
+                engine.set_poison(_poison_of(runner))
             self._engine = engine
             if self._is_stopping:  # a signal came while the engine was made
                 engine.stop()

@@ -3,7 +3,7 @@
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -290,6 +290,26 @@ def test_samples_that_share_pages_survive_a_step_run_again() -> None:
     assert set(codes.values()) == {FinishCode.MAX_TOKENS}
     for number in codes:
         assert b.got[number].tokens == alone(5)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_poisoned_pages_are_never_read(overlap: bool) -> None:
+    """H6, H12: what is freed is filled at once; with a pool so small that every page is used again."""
+    with bench(EngineSettings(overlap=overlap), pages=14) as b:
+        poisoned: list[int] = []
+
+        def poison(pages: Sequence[int]) -> None:
+            poisoned.extend(pages)
+            b.runner.poison(pages)
+
+        b.engine.set_poison(poison)
+        for number in range(1, 9):
+            b.add(number, prompt_of(number), samples=1)
+        codes = b.finish(*range(1, 9))
+    assert set(codes.values()) == {FinishCode.MAX_TOKENS}
+    for number in codes:
+        assert b.got[number].tokens == alone(number)
+    assert len(poisoned) > 14, "no page was freed twice: the test shows nothing"
 
 
 def test_a_full_device_ends_everything_with_its_reason() -> None:
