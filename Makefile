@@ -72,9 +72,10 @@ fix: $(DEV)  ## the mirror of check: format, safe fixes, protos, tables of the d
 	@$(PYTHON) protos/generate.py
 	@$(PYTHON) -m docs.tables
 
-bench: $(DEV)  ## control plane and CPU speed, into benchmarks/results/
+bench: $(DEV)  ## what a step, a token and a stream cost, into benchmarks/results/
 	@$(PYTHON) -m benchmarks.control_plane
-	@$(PYTHON) -m benchmarks.cpu
+	@$(PYTHON) -m benchmarks.cpu "$$($(PYTHON) -m kvatlas.cli pull)"
+	@$(PYTHON) -m benchmarks.serving
 
 protos: $(DEV)  ## compile the protos beside their sources
 	@$(PYTHON) protos/generate.py

@@ -366,3 +366,13 @@ def test_a_setting_that_a_process_does_not_know_ends_serve_with_its_sentence() -
     assert done.returncode == 2
     assert "--max-sequences" in done.stderr
     assert "worker ended before it was ready (exit code 2)" in done.stderr
+
+
+@pytest.mark.slow
+def test_twenty_starts_all_answer_and_all_end(start_server: Any) -> None:
+    """B109: nothing is forked, so nothing hangs, however often and from whatever process it is started."""
+    for _ in range(20):
+        server = start_server(*FAKE)
+        with Client(server.address) as client:
+            assert client.generate("hello", max_tokens=2, timeout_seconds=10.0).usage.completion_tokens > 0
+        assert server.stop() == 0
