@@ -30,8 +30,8 @@ class DecodeLaunch:
 
     block: int = 64  # tokens a loop turn
     warps: int = 4
-    stages: int = 3
-    programs_per_sm: int = 2
+    stages: int = 5
+    programs_per_sm: int = 3
 
 
 @dataclass(frozen=True, slots=True)

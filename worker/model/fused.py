@@ -18,7 +18,7 @@ from kernels.silu_mul import silu_mul
 from worker.model.layers import TorchLinear
 from worker.model.llama import DecoderLayer, Model
 
-MATVEC_ROWS = 8
+MATVEC_ROWS = 1
 """Tokens up to which the matrix-vector kernels beat the library (docs/kernels.md)."""
 
 AttendStored = Callable[[KvLayer, Tensor], Tensor]
