@@ -1,6 +1,7 @@
 // Paged attention over the flat slot view, and the store of new K and V.
 //
-// One task is some query rows of one span that share a KV head. Keys are visited in chunks of kChunk positions; each
+// One task is some query rows of one span: those of one KV head, or of all of them for a single token, so that what lies
+// side by side in memory is read by one thread. Keys are visited in chunks of kChunk positions; each
 // chunk has a softmax of its own, and chunks are merged in order by their maxima. A query's arithmetic depends on its
 // position alone, not on who shares its task, its step or its batch: decode, prefill and chunked prefill agree
 // bit for bit. Nothing past a span's kv_len is read.
@@ -36,14 +37,18 @@ struct Attention {
 };
 
 struct Task {
-    int span, kv_head;
+    int span;
+    int first_kv_head, num_kv_heads;
     int first_token, num_tokens;  // of q
-    int first_head, num_heads;    // within the group
+    int first_head, num_heads;    // within the group of each KV head
     int first_chunk, num_chunks;
     float* partials;  // of each chunk, to be merged later; null: merge at once and write the result
+
+    int rows_each() const { return num_tokens * num_heads; }  // of each KV head
+    int num_rows() const { return num_kv_heads * rows_each(); }
 };
 
-// Query rows of one task and what of the softmax is known so far.
+// Query rows of one task, those of one KV head after the other.
 struct Rows {
     int count = 0, limit = 0;  // limit: the largest of `seen`
     const float* q[kMaxRows];
@@ -58,15 +63,26 @@ struct Part {
 
 Rows rows_of(const Attention& a, const Task& task) {
     Rows rows;
-    const int first = task.kv_head * a.group() + task.first_head;
-    for (int t = task.first_token; t < task.first_token + task.num_tokens; t++)
-        for (int h = first; h < first + task.num_heads; h++) {
-            rows.q[rows.count] = a.q + t * a.q_stride + int64_t(h) * a.head_dim;
-            rows.out[rows.count] = a.out + t * a.out_stride + int64_t(h) * a.head_dim;
-            rows.seen[rows.count++] = a.positions[t] + 1;
-            rows.limit = std::max(rows.limit, a.positions[t] + 1);
-        }
+    for (int kv_head = task.first_kv_head; kv_head < task.first_kv_head + task.num_kv_heads; kv_head++) {
+        const int first = kv_head * a.group() + task.first_head;
+        for (int t = task.first_token; t < task.first_token + task.num_tokens; t++)
+            for (int h = first; h < first + task.num_heads; h++) {
+                rows.q[rows.count] = a.q + t * a.q_stride + int64_t(h) * a.head_dim;
+                rows.out[rows.count] = a.out + t * a.out_stride + int64_t(h) * a.head_dim;
+                rows.seen[rows.count++] = a.positions[t] + 1;
+                rows.limit = std::max(rows.limit, a.positions[t] + 1);
+            }
+    }
     return rows;
+}
+
+// Asks for one head of the rows of up to 16 slots: pages lie anywhere, which no hardware can guess.
+inline void ask_for(const Attention& a, const float* pool, const int32_t* slots, int count, int kv_head) {
+    constexpr int kLine = 16;  // floats
+    for (int i = 0; i < count; i++) {
+        const float* row = pool + int64_t(slots[i]) * a.slot_stride + int64_t(kv_head) * a.head_dim;
+        for (int d = 0; d < a.head_dim; d += kLine) __builtin_prefetch(row + d, 0, 2);
+    }
 }
 
 // Keys of one chunk, turned so that 16 positions lie side by side: [tile][head_dim][16]; zeros past `count`.
@@ -75,6 +91,9 @@ void turn_keys(const Attention& a, const int32_t* slots, int count, int kv_head,
         float* to = turned + int64_t(tile) * a.head_dim * kLanes;
         const float* from[kLanes];
         const int width = std::min(kLanes, count - tile * kLanes);
+        const int next = (tile + 1) * kLanes;
+        if (next < count) ask_for(a, a.keys, slots + next, std::min(kLanes, count - next), kv_head);
+        ask_for(a, a.values, slots + tile * kLanes, width, kv_head);
         for (int i = 0; i < width; i++)
             from[i] = a.keys + int64_t(slots[tile * kLanes + i]) * a.slot_stride + int64_t(kv_head) * a.head_dim;
         int d = 0;
@@ -112,14 +131,15 @@ void score_rows(const float* const* q, const float* turned, int head_dim, int nu
         score<MR, 1>(q, turned + int64_t(tile) * head_dim * kLanes, head_dim, scale, scores + tile * kLanes);
 }
 
-void score_all(const Rows& rows, const float* turned, int head_dim, int num_tiles, float scale, float* scores) {
+void score_all(const float* const* q, int num_rows, const float* turned, int head_dim, int num_tiles, float scale,
+               float* scores) {
     int row = 0;
-    for (; row + kScoreRows <= rows.count; row += kScoreRows)
-        score_rows<kScoreRows>(rows.q + row, turned, head_dim, num_tiles, scale, scores + int64_t(row) * kChunk);
-    for (; row + 3 <= rows.count; row += 3)
-        score_rows<3>(rows.q + row, turned, head_dim, num_tiles, scale, scores + int64_t(row) * kChunk);
-    for (; row < rows.count; row++)
-        score_rows<1>(rows.q + row, turned, head_dim, num_tiles, scale, scores + int64_t(row) * kChunk);
+    for (; row + kScoreRows <= num_rows; row += kScoreRows)
+        score_rows<kScoreRows>(q + row, turned, head_dim, num_tiles, scale, scores + int64_t(row) * kChunk);
+    for (; row + 3 <= num_rows; row += 3)
+        score_rows<3>(q + row, turned, head_dim, num_tiles, scale, scores + int64_t(row) * kChunk);
+    for (; row < num_rows; row++)
+        score_rows<1>(q + row, turned, head_dim, num_tiles, scale, scores + int64_t(row) * kChunk);
 }
 
 // Scores of one row to weights e**(score - max) in place, 0 where not seen.
@@ -194,22 +214,31 @@ void mix_all(const float* const* values, int count, const float* weights, float*
         mix_rows<1>(values, count, weights + int64_t(row) * kChunk, mixed + int64_t(row) * head_dim, head_dim);
 }
 
-// One chunk of keys for all rows: mixed [row][head_dim] and the parts of its softmax.
-void attend_chunk(const Attention& a, const Task& task, const Rows& rows, int chunk, float* mixed, Part* parts) {
+// One chunk of keys of one KV head for its rows: mixed [row][head_dim] and the parts of the softmax.
+void attend_head(const Attention& a, const Task& task, const Rows& rows, int chunk, int kv_head, float* mixed,
+                 Part* parts) {
     static thread_local Scratch turned_memory, scores_memory;
     const int first = chunk * kChunk, count = std::min(kChunk, rows.limit - first);
     const int num_tiles = (count + kLanes - 1) / kLanes;
     const int32_t* slots = a.slots(task.span) + first;
     float* turned = static_cast<float*>(turned_memory.reserve(sizeof(float) * size_t(kChunk) * a.head_dim));
     float* scores = static_cast<float*>(scores_memory.reserve(sizeof(float) * size_t(kChunk) * kMaxRows));
-    turn_keys(a, slots, count, task.kv_head, turned);
-    score_all(rows, turned, a.head_dim, num_tiles, a.scale, scores);
-    for (int row = 0; row < rows.count; row++)
-        parts[row] = weigh(scores + int64_t(row) * kChunk, std::min(count, rows.seen[row] - first), num_tiles);
+    const int num_rows = task.rows_each(), first_row = (kv_head - task.first_kv_head) * num_rows;
+    turn_keys(a, slots, count, kv_head, turned);
+    score_all(rows.q + first_row, num_rows, turned, a.head_dim, num_tiles, a.scale, scores);
+    for (int row = 0; row < num_rows; row++) {
+        const int seen = std::min(count, rows.seen[first_row + row] - first);
+        parts[first_row + row] = weigh(scores + int64_t(row) * kChunk, seen, num_tiles);
+    }
     const float* values[kChunk];
     for (int i = 0; i < count; i++)
-        values[i] = a.values + int64_t(slots[i]) * a.slot_stride + int64_t(task.kv_head) * a.head_dim;
-    mix_all(values, count, scores, mixed, a.head_dim, rows.count);
+        values[i] = a.values + int64_t(slots[i]) * a.slot_stride + int64_t(kv_head) * a.head_dim;
+    mix_all(values, count, scores, mixed + int64_t(first_row) * a.head_dim, a.head_dim, num_rows);
+}
+
+void attend_chunk(const Attention& a, const Task& task, const Rows& rows, int chunk, float* mixed, Part* parts) {
+    for (int kv_head = task.first_kv_head; kv_head < task.first_kv_head + task.num_kv_heads; kv_head++)
+        attend_head(a, task, rows, chunk, kv_head, mixed, parts);
 }
 
 // total, out := those merged with one more chunk. A chunk of which the row sees nothing changes nothing.
@@ -271,14 +300,22 @@ void merge_partials(const Attention& a, const Task& whole) {
 std::vector<Task> tasks_of(const Attention& a) {
     std::vector<Task> tasks;
     const int group = a.group(), tokens_each = std::max(1, kMaxRows / group);
-    for (int span = 0; span < a.num_spans; span++)
+    const bool is_many = a.num_heads <= kMaxRows && a.num_spans >= 2 * Pool::instance().num_threads();
+    for (int span = 0; span < a.num_spans; span++) {
+        const int first_token = a.q_indptr[span];
+        if (is_many && a.q_indptr[span + 1] - first_token == 1) {
+            const int num_chunks = (a.positions[first_token] + kChunk) / kChunk;
+            tasks.push_back({span, 0, a.num_kv_heads, first_token, 1, 0, group, 0, num_chunks, nullptr});
+            continue;
+        }
         for (int end = a.q_indptr[span + 1]; end > a.q_indptr[span]; end -= tokens_each) {
             const int first = std::max(a.q_indptr[span], end - tokens_each);
             for (int head = 0; head < a.num_kv_heads; head++)
                 for (int at = 0; at < group; at += kMaxRows)
-                    tasks.push_back({span, head, first, end - first, at, std::min(group - at, kMaxRows), 0,
+                    tasks.push_back({span, head, 1, first, end - first, at, std::min(group - at, kMaxRows), 0,
                                      (a.positions[end - 1] + kChunk) / kChunk, nullptr});
         }
+    }
     return tasks;
 }
 
@@ -287,7 +324,7 @@ void run_split(const Attention& a, std::vector<Task>& wholes) {
     static thread_local Scratch memory;
     int64_t size = 0;
     std::vector<Task> pieces;
-    for (const Task& whole : wholes) size += whole.num_chunks * partial_size(a, whole.num_tokens * whole.num_heads);
+    for (const Task& whole : wholes) size += whole.num_chunks * partial_size(a, whole.num_rows());
     float* at = static_cast<float*>(memory.reserve(sizeof(float) * size_t(size)));
     for (Task& whole : wholes) {
         whole.partials = at;
@@ -296,7 +333,7 @@ void run_split(const Attention& a, std::vector<Task>& wholes) {
             piece.first_chunk = chunk;
             piece.num_chunks = 1;
             piece.partials = at;
-            at += partial_size(a, whole.num_tokens * whole.num_heads);
+            at += partial_size(a, whole.num_rows());
             pieces.push_back(piece);
         }
     }

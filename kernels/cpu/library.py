@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels.batch import KvLayer, PagedBatch
 from kernels.cpu.build import build
+from kernels.cpu.memory import Arena
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ class CpuLibrary:
             call = getattr(self._calls, name)
             call.restype = result
             call.argtypes = arguments
+        self._arena = Arena()
         self._num_threads = 1
 
     def use_torch_threads(self) -> None:
@@ -126,7 +128,7 @@ class CpuLibrary:
         num_outputs, row_bytes = rows.shape
         size = self._calls.kv_packed_bytes(form, num_outputs, num_features)
         assert size >= 0, f"{form.name} cannot hold rows of {num_features} features"
-        packed = _aligned_zeros(size)
+        packed = self._arena.zeros(size)
         rows = np.ascontiguousarray(rows)
         code = self._calls.kv_pack_rows(
             form, rows.ctypes.data, row_bytes, num_outputs, num_features, 0, packed.ctypes.data
@@ -324,9 +326,3 @@ def cpu_library(cache_folder: Path | None = None) -> CpuLibrary | None:
         library.multiplies_integers,
     )
     return library
-
-
-def _aligned_zeros(size: int) -> npt.NDArray[np.uint8]:
-    raw = np.zeros(size + 64, dtype=np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + size]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.batch import KvLayer
+from kernels.cpu.memory import empty_tensor
 from worker.scheduling.step import PageCopy
 
 DUMMY_CANARY = -7.0e4
@@ -23,6 +24,12 @@ def local_kv_heads(num_kv_heads: int, tp_size: int) -> int:
     if tp_size % num_kv_heads == 0:
         return 1
     raise ValueError(f"{num_kv_heads} KV heads cannot be shared evenly among {tp_size} ranks")
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return empty_tensor(shape, dtype)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def bytes_per_page(
@@ -70,7 +77,7 @@ class KvPool:
         self.num_bytes = math.prod(shape) * dtype.itemsize
         self.is_poisoned = poison
         # [2 (K, V), layer, page, token in page, KV head of this rank, head_dim]
-        self.buffer = torch.empty(shape, dtype=dtype, device=device)
+        self.buffer = _empty(shape, dtype, device)
         if poison:
             self.buffer.fill_(math.nan)
         # Padding rows read the dummy page, so it must hold numbers from the start.
