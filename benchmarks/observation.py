@@ -129,10 +129,8 @@ class Loop:
         self.board = first_board(description, time.monotonic())
         self.commands: CommandQueue[EngineCommand] = CommandQueue(4096)
         self.outputs: OutputQueue[LinkMessage] = OutputQueue(1024)
-        self.observations: Handover[Observation] = Handover(64 if observed else 0)
+        self.observations: Handover[Observation] = Handover(64)
         settings = EngineSettings(overlap=setting.step_ms > 0, audit_interval=1.0 if observed else 1e9)
-        if not observed:
-            settings = EngineSettings(overlap=setting.step_ms > 0, audit_interval=1e9, observe_interval=1e9)
         self.engine = Engine(
             self.scheduler,
             InstantRunner(setting.step_ms / 1000, setting.sequences),
@@ -142,12 +140,19 @@ class Loop:
             observations=self.observations,
             board=self.board,
             on_state=lambda: None,
+            wake_observer=self._wake,
         )
+        if not observed:
+            self.engine._watch.look = lambda now: None  # type: ignore[method-assign]  # all of it off
         self.num_tokens = 0
         self._next_id = 1
         self._is_over = False
         self.registry = CollectorRegistry()
         self.observer = self._observer(folder, description) if observed else None
+
+    def _wake(self) -> None:
+        if self.observer is not None:
+            self.observer.wake()
 
     def _observer(self, folder: Path, description: WorkerDescription) -> Observer:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

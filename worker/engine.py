@@ -19,22 +19,15 @@ from worker.log import log_event
 from worker.messages import EngineCommand, LinkMessage, StepOutputs
 from worker.obey import Obedience
 from worker.pages.events import PageEventKind
-from worker.readers.audit import AuditClock, AuditFailed, AuditRound, Finding, compare_rows
-from worker.readers.metrics import CHECKS
 from worker.readers.observation import Observation
 from worker.scheduling.output import FailureReason
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.step import Step, StepResult
-from worker.stats import StepStats
 from worker.status import StatusBoard, StepMark
+from worker.watch import Watch
 
-OBSERVE_SECONDS = 0.1
-IDLE_OBSERVE_SECONDS = 1.0  # an idle worker still accrues idle time
 ROOM_SECONDS = 0.05
 COMMANDS_PER_TURN = 64  # so that a burst of requests does not hold up those that run
-AUDIT_SHARE = 0.005  # of the engine's time at most
-AUDITED_PAGES = 4096  # looked at one by one in one round, 0.4 us each; the next round goes on behind them
-AUDITED_ROWS = 4  # compared with the device in one round
 EXIT_OK, EXIT_BUG, EXIT_OUT_OF_MEMORY = 0, 70, 75
 
 FREED = int(PageEventKind.FREED)
@@ -53,7 +46,6 @@ class EngineSettings:
     overlap: bool = False
     drain_grace: float = 60.0
     audit_interval: float = 1.0
-    observe_interval: float = OBSERVE_SECONDS
     debug: bool = False
 
 
@@ -88,6 +80,7 @@ class Engine:
         observations: Handover[Observation],
         board: StatusBoard,
         on_state: Callable[[], None],
+        wake_observer: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
@@ -95,7 +88,6 @@ class Engine:
         self._settings = settings
         self._commands = commands
         self._outputs = outputs
-        self._observations = observations
         self._board = board
         self._on_state = on_state
         self._clock = clock
@@ -104,13 +96,16 @@ class Engine:
         self._num_stops = 0
         self._has_failed = False
         self._drain_end: float | None = None
-        self._wants_snapshot = False
-        self._steps: list[StepStats] = []
-        self._audit: AuditRound | None = None  # not handed over yet
-        self._audit_clock = AuditClock(settings.audit_interval, AUDIT_SHARE)
-        self._next_observation = 0.0
-        self._has_news = True  # something happened since the last observation
-        self._idle_seconds = 0.0
+        self._ring = scheduler.cache.events
+        self._watch = Watch(
+            scheduler,
+            runner,
+            observations,
+            audit_interval=settings.audit_interval,
+            debug=settings.debug,
+            wake_observer=wake_observer,
+            clock=clock,
+        )
         self._was_idle = True
         self._poison: Callable[[Sequence[int]], None] | None = None
         self._poisoned = 0  # page event up to which freed pages were filled with NaN
@@ -133,7 +128,7 @@ class Engine:
 
     def ask_for_snapshot(self) -> None:
         """The next observation carries everything."""
-        self._wants_snapshot = True
+        self._watch.wants_snapshot = True
         self._commands.wake()
 
     # The loop.
@@ -160,7 +155,7 @@ class Engine:
         now = self._clock()
         for command in self._commands.drain(COMMANDS_PER_TURN):
             self._obedience.obey(command, now)
-            self._has_news = True
+            self._watch.has_news = True
         step = self._launch(now)
         is_busy = bool(self._in_flight)
         keep = 1 if self._settings.overlap and step is not None else 0
@@ -168,12 +163,7 @@ class Engine:
             self._commit_oldest()
         self._publish()
         now = self._clock()
-        if self._audit_clock.is_due(now):
-            self._run_audit(now)
-        if is_busy:
-            self._has_news = True
-        if now >= self._next_observation and self._has_news:
-            self._observe(now)
+        self._watch.look(now)
         if not is_busy and not self._scheduler.has_work(now):
             self._sleep(now)
 
@@ -205,7 +195,7 @@ class Engine:
         poison = self._poison
         if poison is None:
             return
-        events = self._scheduler.cache.events.read(self._poisoned)
+        events = self._ring.read(self._poisoned)
         assert events is not None, "more page events in one step than the ring holds"
         self._poisoned = events.last_number
         freed = [page for kind, page in zip(events.kinds, events.pages, strict=True) if kind == FREED]
@@ -214,13 +204,12 @@ class Engine:
 
     def _sleep(self, now: float) -> None:
         """Nothing to run: until a command, a deadline, or the next observation."""
-        limits = [self._next_observation if self._has_news else now + IDLE_OBSERVE_SECONDS]
+        limits = [self._watch.next_time(now)]
         limits += [time for time in (self._scheduler.next_deadline(now), self._drain_end) if time is not None]
         command = self._commands.wait(max(0.0, min(limits) - now))
         woken = self._clock()
         self._was_idle = True
-        self._idle_seconds += woken - now
-        self._has_news = True
+        self._watch.idled(woken - now)
         if command is not None:
             self._obedience.obey(command, woken)
 
@@ -239,11 +228,8 @@ class Engine:
     def _commit(self, launched: _Launched, result: StepResult) -> None:
         step, now = launched.step, self._clock()
         self._scheduler.commit(step, result, now)
-        num_prefill = step.num_tokens - step.num_decode
         self._board.step = StepMark(step.number, now)
-        self._steps.append(
-            StepStats(step.number, now - launched.began, len(step.rows), num_prefill, step.num_decode)
-        )
+        self._watch.stepped(step, now - launched.began)
         for span, why in result.failed.items():
             log_event(
                 logger,
@@ -287,7 +273,7 @@ class Engine:
         by_source = self._scheduler.take_outputs()
         self._obedience.take_own(by_source, self._clock())
         if by_source:
-            seconds = self._steps[-1].seconds if self._steps else 0.0
+            seconds = self._watch.last_step_seconds
             self._outputs.put(StepOutputs(self._board.step.number, seconds, by_source))
 
     # Ends.
@@ -318,7 +304,7 @@ class Engine:
             self._obedience.obey(command, now)
         self._publish()
         log_event(logger, logging.INFO, "drain_ended", handed_over=handed_over)
-        self._observe(self._clock())
+        self._watch.observe(self._clock())
 
     def _end_all(self, reason: FailureReason, message: str) -> None:
         """Every sequence ends, as far as the books still allow; the process ends after this."""
@@ -338,43 +324,3 @@ class Engine:
     def _set_state(self, state: WorkerState) -> None:
         self._board.state = state
         self._on_state()
-
-    # Observation.
-
-    def _observe(self, now: float) -> None:
-        changes, progress = self._scheduler.take_changes(), self._scheduler.progress()
-        wants_snapshot, self._wants_snapshot = self._wants_snapshot, False
-        counts = self._scheduler.counts()
-        observation = Observation(
-            revision=self._scheduler.cache.events.number,
-            changes=changes.views,
-            ended=changes.ended_ids,
-            progress_owners=progress.owners,
-            progress_tokens=progress.token_counts,
-            counts=counts,
-            rows_used=counts.running_sequences,
-            idle_seconds=self._idle_seconds,
-            steps=self._steps,
-            audit=self._audit,
-            snapshot=self._scheduler.snapshot() if wants_snapshot else None,
-        )
-        self._steps, self._audit = [], None
-        if not self._observations.put(observation):
-            self._wants_snapshot = True  # what was in it is lost to the observer
-        self._has_news = False
-        self._next_observation = now + self._settings.observe_interval
-
-    def _run_audit(self, now: float) -> None:
-        findings = [Finding(found.check, str(found)) for found in self._scheduler.check(AUDITED_PAGES)]
-        rows = self._scheduler.rows_for_audit(AUDITED_ROWS)
-        if rows:
-            slots = list(rows.values())
-            on_device = self._runner.read_rows(list(rows), [len(row) for row in slots])
-            findings += compare_rows(list(rows), slots, on_device)
-        seconds = self._clock() - now
-        self._audit_clock.done(now, seconds)
-        checks = CHECKS if rows else CHECKS[:-1]
-        self._audit = AuditRound(checks, findings, seconds, time.time_ns())
-        self._has_news = True
-        if findings and self._settings.debug:
-            raise AuditFailed("; ".join(finding.text for finding in findings))

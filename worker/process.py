@@ -234,6 +234,7 @@ class WorkerProcess:
                 observations=self.observations,
                 board=self.board,
                 on_state=self.link.announce,
+                wake_observer=self.observer.wake,
                 clock=self._clock,
             )
             if self.config.debug_poison:

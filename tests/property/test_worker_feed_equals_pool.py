@@ -112,6 +112,7 @@ class Kept:
     """A sink that keeps what it is lent."""
 
     def __init__(self) -> None:
+        self.dropped_events = 0
         self.fold: Fold | None = None
         self.pool: PoolTotals | None = None
 

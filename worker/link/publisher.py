@@ -26,7 +26,7 @@ from worker.messages import (
     SnapshotCall,
 )
 from worker.pages.events import EventRing
-from worker.readers.delta import snapshot_parts, take_delta
+from worker.readers.delta import forget_changes, snapshot_parts, take_delta
 from worker.readers.observer import Fold
 from worker.stats import PoolTotals
 
@@ -61,7 +61,9 @@ class PageFeed:
         self._delta_number = 0  # revision of the last message of topic d
         self._event_number = 0  # of topic e
         self._rebuilds_seen = 0
+        self._next_delta = 0.0
         self._next_sign = 0.0
+        self.dropped_events = 0  # that subscribers were never sent
         self._socket = context.socket(zmq.XPUB)
         self._socket.set(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
         self._socket.set(zmq.LINGER, 0)
@@ -79,15 +81,20 @@ class PageFeed:
     def publish(self, fold: Fold, pool: PoolTotals, now: float) -> float:
         """Sends what changed to those who listen, then answers calls, so that snapshots lie on a delta."""
         self._take_subscriptions(pool)
-        self._publish_delta(fold, pool, now)
+        calls = self._calls.take_all()
+        if fold.num_rebuilds != self._rebuilds_seen:
+            self._skip_to(fold, pool)
+        if calls or now >= self._next_delta:
+            self._next_delta = now + PUBLISH_SECONDS
+            self._publish_delta(fold, pool, now)
         self._publish_events(fold, pool)
-        for call in self._calls.take_all():
+        for call in calls:
             match call:
                 case SnapshotCall():
                     self._answer_snapshot(call, fold, pool)
                 case ReplayCall():
                     self._answer_replay(call, pool)
-        return PUBLISH_SECONDS
+        return max(0.0, self._next_delta - now)
 
     def _take_subscriptions(self, pool: PoolTotals) -> None:
         while True:
@@ -104,17 +111,21 @@ class PageFeed:
             elif request[:1] == b"\x00":
                 self.topics.discard(topic)
 
+    def _skip_to(self, fold: Fold, pool: PoolTotals) -> None:
+        """The fold was built anew: readers see the gap by base_number and ask for a snapshot."""
+        self._rebuilds_seen = fold.num_rebuilds
+        self.dropped_events += max(0, pool.revision - self._delta_number)
+        self._delta_number = self._event_number = pool.revision
+        self._next_delta = self._next_sign = 0.0  # at once
+        forget_changes(fold.ledger, fold.book)
+
     def _publish_delta(self, fold: Fold, pool: PoolTotals, now: float) -> None:
-        if fold.num_rebuilds != self._rebuilds_seen:
-            # What lies between is lost: readers see it by base_number and ask for a snapshot.
-            self._rebuilds_seen = fold.num_rebuilds
-            self._delta_number = self._event_number = pool.revision
-            take_delta(fold.ledger, fold.book, 0)
-            self._next_sign = now
-        delta = take_delta(fold.ledger, fold.book, self._delta_number)
-        num_events = pool.revision - self._delta_number
-        self._delta_number = pool.revision
-        if DELTAS not in self.topics or (delta.is_empty and now < self._next_sign):
+        base, self._delta_number = self._delta_number, pool.revision
+        if DELTAS not in self.topics:
+            forget_changes(fold.ledger, fold.book)
+            return
+        delta = take_delta(fold.ledger, fold.book, base)
+        if delta.is_empty and now < self._next_sign:
             return
         self._next_sign = now + SIGN_OF_LIFE_SECONDS
         message = page_codec.delta_feed(
@@ -122,7 +133,7 @@ class PageFeed:
             description=self.description,
             pool=pool,
             counts=fold.counts,
-            num_events=num_events,
+            num_events=pool.revision - base,
             time_ns=time.time_ns(),
         )
         self._send(DELTAS, message.SerializeToString())
@@ -135,6 +146,7 @@ class PageFeed:
             wanted = min(pool.revision - self._event_number, MAX_EVENTS_PER_MESSAGE)
             events = self._ring.read(self._event_number, wanted)
             if events is None:
+                self.dropped_events += pool.revision - self._event_number
                 self._event_number = pool.revision  # a gap that readers see
                 return
             batch = page_codec.event_batch(

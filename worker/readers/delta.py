@@ -97,6 +97,12 @@ def take_delta(ledger: Ledger, book: SequenceBook, base_number: int) -> FeedDelt
     )
 
 
+def forget_changes(ledger: Ledger, book: SequenceBook) -> None:
+    """Nobody listens: the next delta starts from here."""
+    ledger.dirty[:] = False
+    book.forget_changes()
+
+
 def snapshot_parts(ledger: Ledger, book: SequenceBook) -> Iterator[SnapshotPart]:
     """The whole map as of the ledger's revision, in parts that any client can take."""
     total = len(ledger.states)

@@ -46,6 +46,8 @@ class Fold:
 class Sink(Protocol):
     """Who publishes the fold. All calls come from the observer's thread."""
 
+    dropped_events: int  # that its readers were never sent
+
     def open(self) -> None:
         """First call."""
         ...
@@ -84,8 +86,7 @@ class Observer:
         self._clock = clock
         self._fold = Fold(num_pages, page_size)
         self._waits_for_snapshot = False
-        self._dropped = {"observer": 0, "feed": 0, "recorder": 0}
-        self._refused_seen = 0
+        self._lost_events = 0
         self._meter = StepMeter()
         self._load = LoadMeter(clock())
         self._audits = AuditBook()
@@ -169,7 +170,7 @@ class Observer:
 
     def _lose(self, revision: int) -> None:
         lost = revision - self._fold.ledger.revision
-        self._dropped["observer"] += lost
+        self._lost_events += lost
         self._waits_for_snapshot = True
         log_event(logger, logging.WARNING, "observer_lagged", lost_events=lost)
         self._ask_for_snapshot()
@@ -210,6 +211,6 @@ class Observer:
             idle_seconds=self._idle_seconds,
             checks=dict(self._audits.results),
             last_success_seconds=self._audits.last_success_ns / 1e9,
-            dropped=dict(self._dropped),
+            dropped={"observer": self._lost_events, "feed": self._sink.dropped_events, "recorder": 0},
             histograms=self._meter.frozen(),
         )

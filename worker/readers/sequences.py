@@ -174,6 +174,13 @@ class SequenceBook:
         self._ended_owners, self._ended_waiting = [], []
         return changes
 
+    def forget_changes(self) -> None:
+        """As take_changes, for nobody."""
+        for entry in self._entries.values():
+            entry.first_changed = None
+        self._has_progressed[:] = False
+        self._ended_owners, self._ended_waiting = [], []
+
     def views(self) -> list[SequenceView]:
         """All of them with all their pages, in the order in which they came."""
         return [self._view(entry, 0) for entry in self._entries.values()]

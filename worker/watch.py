@@ -1,0 +1,121 @@
+"""What the engine shows of itself: observations for the observer's thread, and the live audit.
+
+Runs on the engine's thread, between steps, and costs it a bounded share of its time. Reads the books,
+changes nothing.
+"""
+
+import time
+from collections.abc import Callable
+
+from worker.channels import Handover
+from worker.execution.runner import Runner
+from worker.readers.audit import AuditClock, AuditFailed, AuditRound, Finding, compare_rows
+from worker.readers.metrics import CHECKS
+from worker.readers.observation import Observation
+from worker.scheduling.scheduler import Scheduler
+from worker.scheduling.step import Step
+from worker.stats import StepStats
+
+OBSERVE_SECONDS = 0.1
+IDLE_OBSERVE_SECONDS = 1.0  # an idle worker still accrues idle time
+AUDIT_SHARE = 0.005  # of the engine's time at most
+AUDITED_PAGES = 4096  # looked at one by one in one round, 0.4 us each; the next round goes on behind them
+AUDITED_ROWS = 4  # compared with the device in one round
+
+
+class Watch:
+    """Collects what happened, and hands it over when it is time."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        observations: Handover[Observation],
+        *,
+        audit_interval: float,
+        debug: bool,
+        wake_observer: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._observations = observations
+        self._debug = debug
+        self._wake_observer = wake_observer
+        self._clock = clock
+        self._ring = scheduler.cache.events
+        self._audit_clock = AuditClock(audit_interval, AUDIT_SHARE)
+        self._audit: AuditRound | None = None  # not handed over yet
+        self._steps: list[StepStats] = []
+        self._idle_seconds = 0.0
+        self._next_time = 0.0
+        self._observed = 0  # page event up to which the observer was told
+        self.wants_snapshot = False  # the next observation carries everything
+        self.has_news = True  # something happened since the last observation
+        self.last_step_seconds = 0.0
+
+    def stepped(self, step: Step, seconds: float) -> None:
+        """A step was committed."""
+        self.last_step_seconds = seconds
+        self.has_news = True
+        num_prefill = step.num_tokens - step.num_decode
+        self._steps.append(StepStats(step.number, seconds, len(step.rows), num_prefill, step.num_decode))
+
+    def idled(self, seconds: float) -> None:
+        """There was nothing to run."""
+        self._idle_seconds += seconds
+        self.has_news = True
+
+    def next_time(self, now: float) -> float:
+        """When an idle engine should look again."""
+        return self._next_time if self.has_news else now + IDLE_OBSERVE_SECONDS
+
+    def look(self, now: float) -> None:
+        """Audits and hands over what is due. Raises AuditFailed in debug mode."""
+        if self._audit_clock.is_due(now):
+            self._run_audit(now)
+        if now >= self._next_time and self.has_news:
+            self.observe(now)
+        elif self._ring.number - self._observed > self._ring.capacity // 4:
+            self.observe(now)  # early: the ring must not run over what the observer has not read
+            self._wake_observer()
+
+    def observe(self, now: float) -> None:
+        """Hands everything over."""
+        changes, progress = self._scheduler.take_changes(), self._scheduler.progress()
+        wants_snapshot, self.wants_snapshot = self.wants_snapshot, False
+        counts = self._scheduler.counts()
+        observation = Observation(
+            revision=self._ring.number,
+            changes=changes.views,
+            ended=changes.ended_ids,
+            progress_owners=progress.owners,
+            progress_tokens=progress.token_counts,
+            counts=counts,
+            rows_used=counts.running_sequences,
+            idle_seconds=self._idle_seconds,
+            steps=self._steps,
+            audit=self._audit,
+            snapshot=self._scheduler.snapshot() if wants_snapshot else None,
+        )
+        self._steps, self._audit = [], None
+        if not self._observations.put(observation):
+            self.wants_snapshot = True  # what was in it is lost to the observer
+        self.has_news = False
+        self._observed = observation.revision
+        self._next_time = now + OBSERVE_SECONDS
+
+    def _run_audit(self, now: float) -> None:
+        findings = [Finding(found.check, str(found)) for found in self._scheduler.check(AUDITED_PAGES)]
+        rows = self._scheduler.rows_for_audit(AUDITED_ROWS)
+        if rows:
+            slots = list(rows.values())
+            on_device = self._runner.read_rows(list(rows), [len(row) for row in slots])
+            findings += compare_rows(list(rows), slots, on_device)
+        seconds = self._clock() - now
+        self._audit_clock.done(now, seconds)
+        checks = CHECKS if rows else CHECKS[:-1]
+        self._audit = AuditRound(checks, findings, seconds, time.time_ns())
+        self.has_news = True
+        if findings and self._debug:
+            raise AuditFailed("; ".join(finding.text for finding in findings))
