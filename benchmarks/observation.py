@@ -105,6 +105,7 @@ class Run:
 
     tokens_per_second: float
     engine_seconds_per_step: float  # processor time
+    look_share: float  # of the engine's processor time
     observer_share: float  # of one core
 
 
@@ -142,13 +143,19 @@ class Loop:
             on_state=lambda: None,
             wake_observer=self._wake,
         )
-        if not observed:
-            self.engine._watch.look = lambda now: None  # type: ignore[method-assign]  # all of it off
+        self.look_seconds = 0.0  # of the engine's processor time, spent on showing itself
+        self._look = self.engine._watch.look
+        self.engine._watch.look = self._timed_look if observed else _no_look  # type: ignore[method-assign]
         self.num_tokens = 0
         self._next_id = 1
         self._is_over = False
         self.registry = CollectorRegistry()
         self.observer = self._observer(folder, description) if observed else None
+
+    def _timed_look(self, now: float) -> None:
+        began = time.thread_time()
+        self._look(now)
+        self.look_seconds += time.thread_time() - began
 
     def _wake(self) -> None:
         if self.observer is not None:
@@ -228,8 +235,13 @@ class Loop:
         before, began = self._marks(threads), time.perf_counter()
         time.sleep(self.setting.seconds)
         after, seconds = self._marks(threads), time.perf_counter() - began
-        tokens, steps, engine_cpu, *observer_cpu = [b - a for a, b in zip(before, after, strict=True)]
-        run = Run(tokens / seconds, engine_cpu / max(steps, 1), (sum(observer_cpu)) / seconds)
+        tokens, steps, look, engine_cpu, *observer_cpu = [b - a for a, b in zip(before, after, strict=True)]
+        run = Run(
+            tokens / seconds,
+            engine_cpu / max(steps, 1),
+            look / engine_cpu,
+            sum(observer_cpu) / seconds,
+        )
         self.engine.stop()
         self.engine.stop()
         engine.join()
@@ -246,7 +258,7 @@ class Loop:
         """Tokens, steps, and the processor time of each thread: steadier than wall time on a busy machine."""
         clocks = [time.pthread_getcpuclockid(thread.ident) for thread in threads if thread.ident is not None]
         times = [time.clock_gettime(clock) for clock in clocks]
-        return [float(self.num_tokens), float(self.scheduler.step_number), *times]
+        return [float(self.num_tokens), float(self.scheduler.step_number), self.look_seconds, *times]
 
 
 def compare(setting: Setting, rounds: int) -> dict[str, float]:
@@ -262,14 +274,20 @@ def compare(setting: Setting, rounds: int) -> dict[str, float]:
         "tokens_per_second_on": round(on.tokens_per_second),
         "engine_cpu_us_per_step_off": round(off.engine_seconds_per_step * 1e6, 1),
         "engine_cpu_us_per_step_on": round(on.engine_seconds_per_step * 1e6, 1),
+        "engine_look_share": round(on.look_share, 4),
         "observer_cpu_share": round(on.observer_share, 4),
     }
+
+
+def _no_look(now: float) -> None:
+    """All of it off."""
 
 
 def _median(runs: list[Run]) -> Run:
     return Run(
         statistics.median(run.tokens_per_second for run in runs),
         statistics.median(run.engine_seconds_per_step for run in runs),
+        statistics.median(run.look_share for run in runs),
         statistics.median(run.observer_share for run in runs),
     )
 
