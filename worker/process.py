@@ -81,89 +81,100 @@ class WorkerProcess:
             raise
 
     def _set_up(self, facts: DeviceFacts, registry: CollectorRegistry) -> None:
-        """Everything but the runner. What is entered last ends first."""
-        config, stack = self.config, self._stack
+        """Everything but the runner. What is made last ends first."""
+        config = self.config
         epoch, start = time.time_ns(), self._clock()
         key = bytes.fromhex(config.fingerprint_key) or os.urandom(16)
-        self._scheduler = scheduler = Scheduler(_scheduler_config(config, facts, key, start))
-        self.ring = scheduler.cache.events
+        self._scheduler = Scheduler(_scheduler_config(config, facts, key, start))
+        self.ring = self._scheduler.cache.events
         self.commands: CommandQueue[EngineCommand] = CommandQueue(COMMAND_LIMIT)
         self.outputs: OutputQueue[LinkMessage] = OutputQueue(OUTPUT_LIMIT)
-        stack.callback(self.outputs.close)
+        self._stack.callback(self.outputs.close)
         self.observations: Handover[Observation] = Handover(OBSERVATION_LIMIT)
-        calls: Handover[ObserverCall] = Handover(CALL_LIMIT)
-
+        self._calls: Handover[ObserverCall] = Handover(CALL_LIMIT)
         guard = IpcGuard()
-        stack.callback(guard.release)
+        self._stack.callback(guard.release)
         for address in (config.engine_address, config.pages_address):
             guard.take(address)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        stack.callback(context.term)
-        description = _description(config, facts, epoch, key)
-        feed = PageFeed(
+        self._stack.callback(context.term)
+        self._make_observer(context, _description(config, facts, epoch, key), start)
+        self._make_link(context)
+        self._make_http(registry)
+        self.observer.start()
+        self.link.start()
+        if config.parent_watch:
+            self._stack.callback(ParentWatch(config.parent_watch, end_this_process).close)
+        self._log_listening()
+
+    def _make_observer(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", description: WorkerDescription, start: float
+    ) -> None:
+        self.feed = PageFeed(
             context,
-            config.pages_address,
+            self.config.pages_address,
             description=description,
             ring=self.ring,
-            calls=calls,
+            calls=self._calls,
             answers=self.outputs,
         )
-        stack.callback(feed.close)
-        self.feed = feed
-        description = feed.description  # with the real port
-        self.description = description
-        self.board = board = first_board(description, start)
+        self._stack.callback(self.feed.close)
+        self.description = self.feed.description  # with the real port
+        self.board = board = first_board(self.description, start)
 
         def keep_load(load: LoadView) -> None:
             board.load = load
 
-        self.observer = observer = Observer(
+        self.observer = Observer(
             self.ring,
             self.observations,
-            num_pages=config.num_pages,
-            page_size=config.page_size,
+            num_pages=self.config.num_pages,
+            page_size=self.config.page_size,
             ask_for_snapshot=self._ask_for_snapshot,
             on_load=keep_load,
             on_failure=self._fail,
-            sink=feed,
+            sink=self.feed,
             clock=self._clock,
         )
-        stack.callback(observer.close)
+        self._stack.callback(self.observer.close)
 
+    def _make_link(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         def ask_observer(call: ObserverCall) -> bool:
-            is_taken = calls.put(call)
-            observer.wake()
+            is_taken = self._calls.put(call)
+            self.observer.wake()
             return is_taken
 
-        self.link = link = EngineLink(
+        self.link = EngineLink(
             context,
-            config.engine_address,
+            self.config.engine_address,
             commands=self.commands,
             outputs=self.outputs,
-            status=board,
+            status=self.board,
             to_observer=ask_observer,
             on_failure=self._fail,
             clock=self._clock,
         )
-        stack.callback(link.close)  # before the observer, whose answers it sends
+        self._stack.callback(self.link.close)  # before the observer, whose answers it sends
+
+    def _make_http(self, registry: CollectorRegistry) -> None:
+        observer, link, config = self.observer, self.link, self.config
         WorkerCollector(
             registry,
-            description,
+            self.description,
             view=lambda: observer.metrics,
             mismatches=lambda: link.sequence_mismatches,
-            watermark_pages=scheduler.config.num_watermark_pages,
+            watermark_pages=self._scheduler.config.num_watermark_pages,
         )
         self.http: StatusServer | None = None
         if config.metrics_port >= 0:
             self.http = StatusServer(
-                config.metrics_host, config.metrics_port, registry=registry, board=board, clock=self._clock
+                config.metrics_host,
+                config.metrics_port,
+                registry=registry,
+                board=self.board,
+                clock=self._clock,
             )
-            stack.callback(self.http.close)
-        observer.start()
-        link.start()
-        if config.parent_watch:
-            stack.callback(ParentWatch(config.parent_watch, end_this_process).close)
-        self._log_listening()
+            self._stack.callback(self.http.close)
 
     def _log_listening(self) -> None:
         log_event(
