@@ -202,6 +202,12 @@ def test_one_that_ends_while_it_waits_is_named_if_it_was_ever_told() -> None:
     book.take_changes()
     book.end(2)  # type: ignore[arg-type]
     assert [ended.request_id for ended in book.take_changes().ended_waiting] == ["r2"]
+    book.change(view(3, 0), Fills())
+    book.take_changes()
+    book.change(view(3, 5), Fills())
+    book.end(3)  # type: ignore[arg-type]
+    ended = book.take_changes().ended_waiting
+    assert [each.request_id for each in ended] == ["r3"], "nobody was told of its owner number"
 
 
 def test_fills_of_many_pages_at_once_keep_the_sums() -> None:

@@ -28,6 +28,7 @@ class Entry:
     view: SequenceView  # as it came last
     pages: "array[int]"
     first_changed: int | None = 0  # page index from which readers of deltas are behind; None: they are not
+    told_owner: int | None = None  # owner number under which readers of deltas know it; None: not at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class SequenceBook:
         entry = self._entries.pop(sequence_id, None)
         if entry is not None:
             self._leave(entry)
-            if not entry.view.owner and entry.first_changed is None:
+            if entry.told_owner == 0:  # told while it waited, so readers know it by name only
                 self._ended_waiting.append(entry.view)
         return entry
 
@@ -165,7 +166,7 @@ class SequenceBook:
         for entry in self._entries.values():
             if entry.first_changed is not None:
                 changed.append(self._view(entry, entry.first_changed))
-                entry.first_changed = None
+                entry.first_changed, entry.told_owner = None, entry.view.owner
                 self._has_progressed[entry.view.owner] = False
         owners = np.flatnonzero(self._has_progressed).astype(np.uint16)
         self._has_progressed[owners] = False
@@ -177,7 +178,7 @@ class SequenceBook:
     def forget_changes(self) -> None:
         """As take_changes, for nobody."""
         for entry in self._entries.values():
-            entry.first_changed = None
+            entry.first_changed, entry.told_owner = None, entry.view.owner
         self._has_progressed[:] = False
         self._ended_owners, self._ended_waiting = [], []
 
