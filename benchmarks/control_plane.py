@@ -166,6 +166,7 @@ def measure(case: Case, num_steps: int) -> dict[str, object]:
     snapshot_ms = milliseconds(load.scheduler.snapshot)
     audit_ms = milliseconds(lambda: load.scheduler.check(AUDIT_PAGES))
     full_audit_ms = milliseconds(load.scheduler.check)
+    assert load.scheduler.check() == []
     return {
         "case": case.name,
         "pages": case.pages,

@@ -213,7 +213,8 @@ FAULTS = [
     Fault(
         "partial allocation by the cache",
         CACHE,
-        "                self.num_allocation_failures += 1\n                return None",
+        "            if num_short > pool.num_cached:\n                return None",
+        "            if num_short > pool.num_cached:\n"
         "                owners = owners[: pool.num_free + pool.num_cached]\n"
         "                num_short = len(owners) - pool.num_free",
     ),
@@ -248,10 +249,18 @@ FAULTS = [
         "return self.fresh",
     ),
     Fault(
+        "a prompt's token of a dead sequence delivered",
+        COMMIT,
+        "            if sequence in record.dead:\n                continue\n"
+        "            if at in result.failed:\n                self._fail(",
+        "            if at in result.failed:\n                self._fail(",
+    ),
+    Fault(
         "token of a dead sequence delivered",
         COMMIT,
-        "            if sequence in record.dead:\n                continue\n",
-        "",
+        "            if sequence in record.dead:\n                continue\n"
+        "            if at in result.failed:\n                failed.append(",
+        "            if at in result.failed:\n                failed.append(",
     ),
     Fault(
         "pages of a failed step published (B057)",
@@ -332,7 +341,7 @@ def plant(fault: Fault, folder: Path) -> None:
     text = path.read_text()
     found = text.count(fault.old)
     if found != 1:
-        raise SystemExit(f"{fault.name}: its text occurs {found} times in {fault.file}, not once")
+        raise LookupError(f"{fault.name}: its text occurs {found} times in {fault.file}, not once")
     path.write_text(text.replace(fault.old, fault.new))
 
 
@@ -390,7 +399,11 @@ def main() -> int:
     print(f"{'planted fault':64} {'s':>5}  " + "  ".join(f"{kind:44}" for kind in KINDS))
     for fault in faults:
         begin = time.monotonic()
-        found = try_fault(fault, arguments.first)
+        try:
+            found = try_fault(fault, arguments.first)
+        except LookupError as error:
+            survivors.append(str(error))
+            continue
         if not any(found.values()):
             survivors.append(fault.name)
         cells = [f"{found.get(kind) or '-':44.44}" for kind in KINDS]

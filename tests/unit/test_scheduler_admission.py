@@ -160,6 +160,7 @@ def test_cached_pages_that_a_request_takes_over_are_not_available_to_it() -> Non
     assert running(harness) == [1]
     assert state(harness)[:3] == before
     assert harness.scheduler.counts().waiting_by_reason[WaitReason.PAGES] == 1
+    assert harness.scheduler.counts().allocation_failures_total == 1
     harness.run()
     assert len(harness.answers[3].tokens) == 2
     assert harness.answers[3].start is not None

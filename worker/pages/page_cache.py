@@ -67,7 +67,6 @@ class PageCache:
         self._pin_counts: dict[int, int] = {}
         self.num_capacity_evictions = 0
         self.num_flush_evictions = 0
-        self.num_allocation_failures = 0
 
     def set_clock(self, step: int, time_us: int) -> None:
         """Stamps what happens from now on."""
@@ -115,7 +114,6 @@ class PageCache:
         num_short = len(owners) - pool.num_free
         if num_short > 0:
             if num_short > pool.num_cached:
-                self.num_allocation_failures += 1
                 return None
             self._evict(num_short, owners[len(owners) - num_short :])
         return pool.allocate(owners)

@@ -43,6 +43,7 @@ class Totals:
     unaligned_tokens: int = 0
     preemptions: int = 0
     preempted_tokens: int = 0
+    allocation_failures: int = 0  # decisions: somebody has to wait or to stop for want of pages
 
 
 @dataclass(slots=True)

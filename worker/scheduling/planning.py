@@ -48,6 +48,7 @@ class Planner:
         while self._num_short() > 0:
             if books.in_flight:
                 return False
+            books.totals.allocation_failures += 1
             victim = choose_victim(books)
             if victim is not None:
                 preempt(books, victim)
@@ -158,6 +159,8 @@ class Planner:
             sequence = books.queue[at]
             reason, need = self._admission.why_not(sequence, self._room(plan), promised)
             if reason != WaitReason.NONE or need is None:
+                if reason == WaitReason.PAGES and sequence.wait_reason != reason:
+                    books.totals.allocation_failures += 1
                 self.blocked[sequence] = sequence.wait_reason = reason
                 at += 1
                 continue

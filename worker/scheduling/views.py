@@ -111,7 +111,7 @@ def counts(books: Books, blocked: dict[Sequence, WaitReason]) -> EngineCounts:
         unaligned_tokens_total=totals.unaligned_tokens,
         preemptions_total=totals.preemptions,
         preempted_tokens_total=totals.preempted_tokens,
-        allocation_failures_total=books.cache.num_allocation_failures,
+        allocation_failures_total=totals.allocation_failures,
         capacity_evictions_total=books.cache.num_capacity_evictions,
         flush_evictions_total=books.cache.num_flush_evictions,
     )
