@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import socket
 import stat
@@ -345,6 +346,7 @@ def test_children_end_when_the_supervisor_is_killed(start_server: Any, wait_unti
         return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
 
     wait_until(all_ended, "the end of worker and service", 15.0)
+    shutil.rmtree(server.facts["folder"])  # who is killed cannot tidy up
 
 
 def test_a_busy_port_and_a_bad_model_are_told_in_one_line(tmp_path: Path) -> None:
