@@ -1,6 +1,7 @@
 """Which attention backend a worker uses: named, checked and told; and the order in which a worker ends."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,9 +59,12 @@ class WatchedDevice(FakeDevice):
 
     def __init__(self, order: list[str]) -> None:
         self._order = order
+        self.when_built: Callable[[], object] = list  # what to call then; nothing at first
 
     def build(self, config: WorkerConfig) -> Runner:
-        return WatchedRunner(super().build(config), self._order)
+        runner = WatchedRunner(super().build(config), self._order)
+        self.when_built()
+        return runner
 
 
 def test_the_device_is_let_go_before_the_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +83,8 @@ def test_the_device_is_let_go_before_the_sockets(tmp_path: Path, monkeypatch: py
         engine_address=f"ipc://{tmp_path}/engine",
         pages_address=f"ipc://{tmp_path}/pages",
     )
-    with WorkerProcess(config, WatchedDevice(order)) as process:
-        process.stop()
+    device = WatchedDevice(order)
+    with WorkerProcess(config, device) as process:
+        device.when_built = process.stop  # a signal while the model is loaded
         assert process.run() == 0
     assert order == ["device", "sockets"]
