@@ -168,7 +168,8 @@ def _draw(
         vocab_size,
         triton.cdiv(vocab_size, 4),
         tiles_per_part * launch.counters,
-        PARTS_PADDED=triton.next_power_of_2(parts),
+        # Of the scratch, not of this step: one kernel for all numbers of rows.
+        PARTS_PADDED=triton.next_power_of_2(scratch.part_ids.shape[1]),
         COUNTERS=launch.counters,
         IS_PACKED=is_packed and vocab_size % 4 == 0,
         HAS_EDITS=edits is not None,

@@ -8,7 +8,6 @@ end at once. Rounds like plain torch operations one after the other: no fused mu
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -78,32 +77,29 @@ def write_line(edits: SampleEdits, line: int, value: EditRow) -> None:
     """Sets all of a line. Raises ValueError when a list is longer than the table is wide."""
     vocab_size = edits.output_counts.shape[1]
     device = edits.output_counts.device
+
+    def on_device(token_ids: Iterable[int]) -> Tensor:
+        return torch.tensor([t for t in token_ids if 0 <= t < vocab_size], dtype=torch.int64).to(device)
+
     bias = [(token, added) for token, added in value.bias if 0 <= token < vocab_size]
-    stops = [token for token in value.stop_ids if 0 <= token < vocab_size]
-    for name, size, room in (
-        ("bias", len(bias), edits.bias_ids.shape[1]),
-        ("stop ids", len(stops), edits.stop_ids.shape[1]),
-    ):
-        if size > room:
-            raise ValueError(f"{size} {name} for a table of {room}")
+    biased, stops = on_device(token for token, _ in bias), on_device(value.stop_ids)
+    for name, ids, table in (("biased", biased, edits.bias_ids), ("stop", stops, edits.stop_ids)):
+        if len(ids) > table.shape[1]:
+            raise ValueError(f"{len(ids)} {name} ids in a table of {table.shape[1]}")
     edits.repetition_penalty[line] = value.repetition_penalty
     edits.frequency_penalty[line] = value.frequency_penalty
     edits.presence_penalty[line] = value.presence_penalty
     edits.first_free_end[line] = value.first_free_end
-    edits.output_counts[line] = _counts(value.output_ids, vocab_size).to(device)
-    edits.in_prompt[line] = (_counts(value.prompt_ids, vocab_size) > 0).to(device)
+    put_out = on_device(value.output_ids)
+    edits.output_counts[line] = 0
+    edits.output_counts[line].index_add_(0, put_out, torch.ones_like(put_out, dtype=torch.int32))
+    edits.in_prompt[line] = False
+    edits.in_prompt[line].index_fill_(0, on_device(value.prompt_ids), True)
     edits.bias_ids[line] = -1
-    edits.bias_ids[line, : len(bias)] = torch.tensor([token for token, _ in bias], dtype=torch.int32).to(
-        device
-    )
-    edits.bias_values[line, : len(bias)] = torch.tensor([added for _, added in bias]).to(device)
+    edits.bias_ids[line, : len(biased)] = biased.int()
+    edits.bias_values[line, : len(biased)] = torch.tensor([added for _, added in bias]).to(device)
     edits.stop_ids[line] = -1
-    edits.stop_ids[line, : len(stops)] = torch.tensor(stops, dtype=torch.int32).to(device)
-
-
-def _counts(token_ids: Sequence[int], vocab_size: int) -> Tensor:
-    counts = np.bincount(np.asarray(token_ids, dtype=np.int64), minlength=vocab_size)
-    return torch.from_numpy(counts[:vocab_size].astype(np.int32))
+    edits.stop_ids[line, : len(stops)] = stops.int()
 
 
 def edit_logits(logits: Tensor, edits: SampleEdits, rows: Tensor, positions: Tensor) -> None:

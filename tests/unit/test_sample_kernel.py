@@ -190,6 +190,7 @@ def test_any_width_start_and_type_of_the_logits_will_do(vocab_size, width, first
     assert (Rows(params, vocab_size).check(logits) < vocab_size).all()
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_gives_the_tokens_of_the_plain_sampler():
     params = [
         SamplingParams(),
@@ -200,7 +201,7 @@ def test_a_large_vocabulary_gives_the_tokens_of_the_plain_sampler():
     rows.check(normal(3, 32_000, scale=3.0).bfloat16())
 
 
-@pytest.mark.parametrize("programs", [1, 3, 8, 1000])
+@pytest.mark.parametrize("programs", [1, 5, 1000])
 def test_the_token_does_not_depend_on_how_a_row_is_split(programs):
     params = [SamplingParams(temperature=1.0, seed=seed) for seed in range(2)] + [SamplingParams()]
     rows = Rows(params, 3000, launch=SampleLaunch(counters=64))
@@ -263,7 +264,7 @@ def kept_by_kernel(
     return logits.float() >= lowest[:, None]
 
 
-@pytest.mark.parametrize("room", [1, 100, 8192])
+@pytest.mark.parametrize("room", [20, 8192])
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"), [(700, 1.0, 0.0), (0, 0.99, 0.0), (0, 1.0, 0.1), (100, 0.8, 0.02)]
 )
@@ -340,3 +341,15 @@ def test_log_probabilities_and_ranks_are_those_of_torch():
     )
     assert scratch.ranks.tolist() == [int(expected.ranks[0]), 0, int(expected.ranks[2]), 0]
     assert scratch.arrived.count_nonzero() == 0
+
+
+def test_a_list_that_does_not_fit_its_table_is_refused():
+    edits = make_edits(2, 1, 50, CPU, max_bias=2, max_stops=1)
+    with pytest.raises(ValueError, match="3 biased ids in a table of 2"):
+        write_line(edits, 0, EditRow(bias=[(1, 1.0), (2, 1.0), (3, 1.0)]))
+    with pytest.raises(ValueError, match="2 stop ids in a table of 1"):
+        write_line(edits, 0, EditRow(stop_ids=[3, 4]))
+    write_line(edits, 0, EditRow(bias=[(1, 1.0), (99, 1.0)], stop_ids=[3, 50], output_ids=[7, 7, 60]))
+    assert edits.bias_ids.tolist() == [[1, -1]]
+    assert edits.stop_ids.tolist() == [[3]]
+    assert edits.output_counts.sum() == 2
