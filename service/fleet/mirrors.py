@@ -9,7 +9,7 @@ import logging
 import random
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import cast
 
 from google.protobuf.message import DecodeError
@@ -63,6 +63,8 @@ class KeptMirror:
         self._events_used = 0.0
         self._has_events = False
         self._held_idle: set[SequenceKey] = set()  # sequences held when the worker last said it has none
+        self._worker_state: int | None = None  # of the last heartbeat
+        self._state_changed = asyncio.Event()  # a snapshot that was refused is worth asking for again
 
     @property
     def age_seconds(self) -> float:
@@ -112,6 +114,10 @@ class KeptMirror:
     def beat(self) -> None:
         """The worker lives; looks whether its feed does, and whether events are still of use."""
         now = self._loop.time()
+        state = self.link.beat.state if self.link.beat is not None else None
+        if state != self._worker_state:
+            self._worker_state = state
+            self._state_changed.set()
         if (
             self._fetching is None
             and self.mirror.standing is not Standing.EMPTY
@@ -197,6 +203,7 @@ class KeptMirror:
     async def _fetch_until_whole(self, cause: str) -> None:
         pause = MIN_RETRY_SECONDS
         while True:
+            self._state_changed.clear()
             try:
                 await self._fetch_once()
                 break
@@ -204,7 +211,8 @@ class KeptMirror:
                 break  # its next welcome begins anew
             except (CommandFailed, TimeoutError, OutOfStep, ValueError, KeyError) as error:
                 log.info("event=no_snapshot worker=%s why=%r", self.link.worker_id, str(error))
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            with suppress(TimeoutError):  # a worker that has loaded its model says so at once
+                await asyncio.wait_for(self._state_changed.wait(), pause * random.uniform(0.5, 1.0))
             pause = min(pause * 2, MAX_RETRY_SECONDS)
         if asyncio.current_task() is self._fetching:
             self._fetching = None

@@ -16,9 +16,11 @@ from kvatlas.v1 import cache_pb2 as pb
 from kvatlas.worker.v1 import worker_pb2
 from service.admission import Admission
 from service.errors import Failure
+from service.fleet import mirrors
 from service.fleet.feed import PLANES
 from service.fleet.link import CommandFailed
 from service.fleet.mirrors import PageMirrors
+from service.fleet.page_mirror import Standing
 from service.handlers.cache import CacheServicer
 from service.handlers.cache_messages import Viewer
 from service.health import HealthBoard
@@ -34,7 +36,7 @@ class ScriptedLink:
     def __init__(self, worker_id: str = "w0", page_count: int = PAGES) -> None:
         self.worker_id = self.address = worker_id
         self.is_up = True
-        self.beat = SimpleNamespace(running_sequences=1, waiting_requests=0)
+        self.beat = SimpleNamespace(state=2, running_sequences=1, waiting_requests=0)
         self.epoch, self.number, self.base = 1, 0, 0
         self.planes = {name: np.zeros(page_count, kind) for name, kind in PLANES.items()}
         self.planes["states"][:] = FREE
@@ -775,9 +777,30 @@ def test_sequences_that_the_worker_no_longer_has_do_not_stay() -> None:
         stage = Stage(link)
         await stage.welcome()
         link.sequences.clear()
-        link.beat = SimpleNamespace(running_sequences=0, waiting_requests=0)
+        link.beat = SimpleNamespace(state=2, running_sequences=0, waiting_requests=0)
         for _ in range(2):
             stage.mirrors.link_beat(cast(Any, link))
         await until(lambda: not len(stage.mirrors.kept[0].mirror.sequences))
+
+    run(work())
+
+
+def test_a_refused_snapshot_is_asked_for_again_as_soon_as_the_workers_state_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that loads its model refuses; its first heartbeat as a serving one ends the pause."""
+    monkeypatch.setattr(mirrors, "MIN_RETRY_SECONDS", 3600.0)
+
+    async def work() -> None:
+        link = ScriptedLink(page_count=10)
+        link.fails_with = worker_pb2.CommandReply(code=14, message="the worker is loading its model")
+        stage = Stage(link)
+        stage.mirrors.link_welcomed(cast(Any, link))
+        await until(lambda: link.commands == ["snapshot"])
+        link.fails_with = None
+        link.beat = SimpleNamespace(state=3, running_sequences=0, waiting_requests=0)
+        stage.mirrors.link_beat(cast(Any, link))
+        await until(lambda: stage.mirrors.kept[0].mirror.standing is Standing.CURRENT)
+        assert link.commands == ["snapshot", "snapshot"]
 
     run(work())
