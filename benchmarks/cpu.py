@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import percentile, write_result
-from kernels.cpu.library import cpu_library
+from kernels.cpu.library import Precision, cpu_library
 from kernels.cpu_backend import CpuBackend
 from kvatlas.models.files import ModelFiles, ModelKind
 from worker.execution.cpu_model import cpu_parts
@@ -81,9 +81,10 @@ class Kvatlas:
 
     name = "kvatlas"
 
-    def __init__(self, path: Path, cases: Sequence[Case]) -> None:
+    def __init__(self, path: Path, cases: Sequence[Case], precision: Precision) -> None:
         library = cpu_library()
         assert library is not None, "no C++ compiler: there is nothing to measure"
+        library.use_precision(precision)
         parts = cpu_parts(library)
         model = load_model(
             files_of(path),
@@ -288,11 +289,12 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--precision", choices=["exact", "fast"], default="exact")
     parser.add_argument("--alone", action="store_true", help="kvatlas only, nothing written")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     cases = [Case(b, p, arguments.output) for p in arguments.prompt for b in arguments.batch]
-    engines: list[Kvatlas | Transformers] = [Kvatlas(arguments.model, cases)]
+    engines: list[Kvatlas | Transformers] = [Kvatlas(arguments.model, cases, arguments.precision)]
     if not arguments.alone:
         engines += [Transformers(arguments.model, dtype) for dtype in (torch.float32, torch.bfloat16)]
     bandwidth, size = read_bandwidth(arguments.threads), weight_bytes(arguments.model)
@@ -310,12 +312,13 @@ def main() -> None:
     if not arguments.alone:
         figures = {
             "threads": arguments.threads,
+            "precision": arguments.precision,
             "read_bandwidth_gb_s": round(bandwidth / 1e9, 2),
             "weight_mb": round(size / 1e6, 1),
             "decode_limit_batch_1": round(limit, 1),
             "cases": lines,
         }
-        print(write_result("cpu", figures, PACKAGES))
+        print(write_result(f"cpu-{arguments.precision}", figures, PACKAGES))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ _Argument = type[c_int] | type[c_int64] | type[c_float] | type[c_void_p]
 _SIGNATURES: dict[str, tuple[_Argument | None, list[_Argument]]] = {
     "kv_set_threads": (None, [c_int]),
     "kv_multiplies_integers": (c_int, []),
+    "kv_set_digits": (None, [c_int]),
     "kv_packed_bytes": (c_int64, [c_int, c_int64, c_int64]),
     "kv_pack_rows": (c_int, [c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p]),
     "kv_product": (
@@ -58,6 +59,11 @@ _SIGNATURES: dict[str, tuple[_Argument | None, list[_Argument]]] = {
     "kv_penalise": (None, [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 6]),
     "kv_best": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
 }
+
+
+Precision = Literal["exact", "fast"]
+"""exact: as exact as fp32. fast: activations rounded at 2**-16 of the largest of their 32 features, a hundred
+times finer than bf16, where products run in whole numbers; elsewhere the same as exact."""
 
 
 class Format(IntEnum):
@@ -122,6 +128,10 @@ class CpuLibrary:
     def multiplies_integers(self) -> bool:
         """Whether quantised products run in whole numbers (AVX-512 VNNI)."""
         return bool(self._calls.kv_multiplies_integers())
+
+    def use_precision(self, precision: Precision) -> None:
+        """How activations enter quantised products, for the whole process."""
+        self._calls.kv_set_digits({"exact": 3, "fast": 2}[precision])
 
     def pack(self, form: Format, rows: npt.NDArray[np.uint8], num_features: int) -> npt.NDArray[np.uint8]:
         """A matrix in the order its product reads; rows are stored bytes, [num_outputs, bytes per row]."""

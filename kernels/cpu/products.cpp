@@ -41,7 +41,7 @@ using F32 = Dense<float, load>;
 using F16 = Dense<uint16_t, load_halves>;
 using BF16 = Dense<uint16_t, load_brains>;
 
-#if !defined(__AVX512VNNI__)  // else integer_products.cpp has these formats; they take seconds to compile
+#if !defined(__AVX512VNNI__)  // else integer_products.h has these formats; they take seconds to compile
 struct Q8Block {
     uint16_t scale[kLanes];  // fp16
     int8_t q[kBlock][kLanes];

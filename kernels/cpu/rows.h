@@ -63,11 +63,12 @@ class Scratch {
     size_t size_ = 0;
 };
 
-// Products of quantised weights in whole numbers, where the processor has the instruction; see integer_products.cpp.
+// Products of quantised weights in whole numbers, where the processor has the instruction; see integer_products.h.
 bool multiplies_integers();
 int64_t integer_tile_bytes(int format, int64_t k);
 void pack_integer_row(int format, const uint8_t* row, int64_t k, int64_t index, uint8_t* packed);
 void multiply_integers(int format, const Product& product);
+void multiply_two_digits(int format, const Product& product);
 
 inline uint16_t read_half(const uint8_t* p) {
     uint16_t value;

@@ -1,6 +1,6 @@
 """Packed products: exactly the file's weights, as exact as fp32, and the same bits in any batch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import gguf
@@ -181,6 +181,34 @@ def test_what_is_not_finite_stays_so_in_its_row_alone(
     assert not out[1].isfinite().any()
     others = [row for row in range(num_rows) if row != 1]
     assert torch.equal(out[others], clean[others])
+
+
+@pytest.fixture
+def fast(library: CpuLibrary) -> Iterator[CpuLibrary]:
+    """Two digits instead of three, for the whole process."""
+    library.use_precision("fast")
+    yield library
+    library.use_precision("exact")
+
+
+@pytest.mark.parametrize("quantization", QUANTIZED)
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 13, 30])
+def test_the_fast_mode_rounds_at_two_to_the_minus_16(
+    fast: CpuLibrary, quantization: str, num_rows: int
+) -> None:
+    """Half a unit of 1/32512 of the block's largest per feature; a row is still the same in any batch."""
+    source = Source(quantization, 70, 160)
+    x = activations(num_rows, 160)
+    largest = (
+        x.abs().view(num_rows, 5, 32).amax(dim=-1, keepdim=True).expand(-1, -1, 32).reshape(num_rows, -1)
+    )
+    layer = linear(fast, [source])
+    ours = layer(x)
+    assert roundings(ours, [source], x, largest) * torch.finfo(torch.float32).eps <= 0.5 / 32512
+    if fast.multiplies_integers:
+        assert roundings(ours, [source], x, largest) > 1.0, "this is the exact mode"
+    for row in range(num_rows):
+        assert torch.equal(layer(x[row : row + 1])[0], ours[row])
 
 
 def test_embedding_rows_are_exactly_the_files(library: CpuLibrary) -> None:
