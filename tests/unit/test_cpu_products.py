@@ -1,7 +1,6 @@
 """Packed products: exactly the file's weights, as exact as fp32, and the same bits in any batch."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import gguf
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.build import build
 from kernels.cpu.library import CpuLibrary, cpu_library
 from kernels.cpu.packed import PackedLinear
 from worker.execution.cpu_model import cpu_parts
@@ -229,21 +227,3 @@ def test_other_placements_get_plain_layers(library: CpuLibrary) -> None:
     placement = Placement(torch.device("cpu"), torch.bfloat16)
     layer = cpu_parts(library).linear_factory(LinearWeights("x", [source], []), placement)
     assert layer(torch.zeros(1, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["x86-64-v2", "x86-64-v3", "skylake-avx512"])
-def test_older_processors_get_the_same_products(tmp_path: Path, architecture: str) -> None:
-    """AVX-512 without VNNI, AVX2, and neither: floats instead of whole numbers, as exact."""
-    path = build(tmp_path, architecture=architecture)
-    assert path is not None
-    older = CpuLibrary(path)
-    assert not older.multiplies_integers
-    for quantization in STORED:
-        source = Source(quantization, 70, 160)
-        layer = linear(older, [source])
-        x = activations(30, 160)
-        together = layer(x)
-        expect_exact(together, [source], x)
-        for num_rows in (1, 3, 6, 13):
-            assert torch.equal(layer(x[:num_rows]), together[:num_rows])
