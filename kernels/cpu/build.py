@@ -3,6 +3,7 @@
 Owns the compiler's command line and the names of cached libraries. Knows nothing of what the code does.
 """
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -11,7 +12,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -49,11 +51,16 @@ def build(cache_folder: Path | None = None, *, architecture: str = "native") -> 
     library = folder / f"cpu-{_key(compiler, architecture)}.so"
     if library.exists():
         return library
+    with _lock(library.with_suffix(".lock")):
+        # Who waited for the lock finds what another process built meanwhile.
+        return library if library.exists() else _build(compiler, architecture, library)
+
+
+def _build(compiler: str, architecture: str, library: Path) -> Path | None:
     began = time.monotonic()
-    for flags in (
-        (*FLAGS, f"-march={architecture}"),
-        FLAGS,
-    ):  # some compilers do not know the processor they run on
+    error: str | None = None
+    # Some compilers do not know the processor they run on: then without its name.
+    for flags in ((*FLAGS, f"-march={architecture}"), FLAGS):
         error = _compile(compiler, flags, library)
         if error is None:
             seconds = time.monotonic() - began
@@ -61,6 +68,14 @@ def build(cache_folder: Path | None = None, *, architecture: str = "native") -> 
             return library
     log.warning("cpu kernels not built reason=compiler_failed compiler=%s error=%s", compiler, error)
     return None
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """One process builds, others wait: of two that build at once on two cores both take twice as long."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield  # closing the file gives the lock back, as does the end of the process
 
 
 def _key(compiler: str, architecture: str) -> str:
@@ -99,7 +114,7 @@ def _compile(compiler: str, flags: Sequence[str], library: Path) -> str | None:
         built = str(Path(scratch, "library.so"))
         error = _run_all(commands) or _run_all([[compiler, "-shared", *objects, "-o", built, "-lpthread"]])
         if error is None:
-            os.replace(built, library)  # two processes may build at once: the last one wins, both are whole
+            os.replace(built, library)  # nobody ever sees half a library
         return error
 
 

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 _Argument = type[c_int] | type[c_int64] | type[c_float] | type[c_void_p]
 _SIGNATURES: dict[str, tuple[_Argument | None, list[_Argument]]] = {
     "kv_set_threads": (None, [c_int]),
+    "kv_num_threads": (c_int, []),
     "kv_multiplies_integers": (c_int, []),
     "kv_set_digits": (None, [c_int]),
     "kv_packed_bytes": (c_int64, [c_int, c_int64, c_int64]),
@@ -123,6 +124,11 @@ class CpuLibrary:
         if num_threads != self._num_threads:
             self._calls.kv_set_threads(num_threads)
             self._num_threads = num_threads
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that work on a call, the caller's included."""
+        return int(self._calls.kv_num_threads())
 
     @property
     def multiplies_integers(self) -> bool:

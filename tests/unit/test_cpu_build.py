@@ -2,13 +2,14 @@
 
 import logging
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from kernels.cpu import build as building
-from kernels.cpu.library import CpuLibrary
+from kernels.cpu.library import CpuLibrary, cpu_library
 from kernels.cpu_backend import CpuBackend
 
 
@@ -27,6 +28,15 @@ def test_a_second_start_compiles_nothing(small_sources: Path, tmp_path: Path) ->
     stamp = first.stat().st_mtime_ns
     assert building.build(tmp_path) == first
     assert first.stat().st_mtime_ns == stamp
+
+
+def test_of_two_builders_one_builds(
+    small_sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), ThreadPoolExecutor(2) as builders:
+        first, second = builders.map(lambda _: building.build(tmp_path), range(2))
+    assert first == second
+    assert caplog.text.count("cpu kernels built") == 1
 
 
 def test_changed_sources_are_another_library(small_sources: Path, tmp_path: Path) -> None:
@@ -75,6 +85,15 @@ def test_the_default_cache_is_the_users_alone(tmp_path: Path, monkeypatch: pytes
 
 
 def test_threads_follow_torch() -> None:
-    backend = CpuBackend()
-    assert backend.is_compiled
-    assert torch.get_num_threads() >= 1
+    """Asked at every step, and the pool is made anew only when the number has changed."""
+    library = cpu_library()
+    assert library is not None
+    before = torch.get_num_threads()
+    try:
+        for count in (3, 1, 2):
+            torch.set_num_threads(count)
+            library.use_torch_threads()
+            assert library.num_threads == count
+    finally:
+        torch.set_num_threads(before)
+        library.use_torch_threads()
