@@ -5,6 +5,7 @@ touched until it is written, so what is not used costs nothing.
 """
 
 import contextlib
+import math
 import mmap
 
 import numpy as np
@@ -19,7 +20,9 @@ HUGE_PAGE = 2 << 20
 
 def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros that the system has only promised."""
-    num_bytes = max(1, int(np.prod(shape))) * dtype.itemsize
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes == 0:
+        return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(_mapped(num_bytes)[:num_bytes]).view(dtype).reshape(shape)
 
 
