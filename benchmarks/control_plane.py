@@ -198,7 +198,7 @@ def cases(quick: bool) -> list[Case]:
     found += [Case("steady", 256, 4000, 0, large)]
     found += [Case("steady", 256, 4000, 3880, middle, page_size=size) for size in (1, 64)]
     found += [Case("steady", 256, 4000, 3880, middle, policy=name) for name in ("lfu", "fifo", "cost")]
-    found += [Case("steady", 4096, 1000, 984, pages) for pages in (small, middle, large)]
+    found += [Case("steady", 4096, 1000, 984, pages) for pages in (middle, large)]
     found += [Case("steady", 4096, 1000, 0, large), Case("churn", 4096, 1000, 900, large)]
     return found
 

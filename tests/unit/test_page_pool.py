@@ -135,6 +135,16 @@ def test_states_add_up_while_pages_are_held() -> None:
     assert [states[page] for page in second] == [PageState.ACTIVE] * 3
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 255, 256, 300])
+def test_sealed_pages_are_full_in_a_copy_of_the_columns(page_size: int) -> None:
+    pool = make(4, page_size)
+    first, _ = take(pool, 2)
+    pool.seal(first, None, 5, 1)
+    assert list(pool.planes().filled_slots) == [page_size, 0, 0, 0, 0]
+    pool.pin(first)
+    assert list(pool.planes().filled_slots) == [page_size, 0, 0, 0, 0]
+
+
 def test_pages_and_references_are_counted_apart() -> None:
     pool = make()
     pages = take(pool, 3)
