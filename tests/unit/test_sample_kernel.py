@@ -19,7 +19,7 @@ import triton.language as tl  # noqa: E402
 from kernels.noise import NoiseKeys, noise_of_vocabulary  # noqa: E402
 from kernels.sample import SampleLaunch, make_scratch, sample  # noqa: E402
 from kernels.sample_columns import SampleRow, make_columns, write_rows  # noqa: E402
-from kernels.sample_edits import EditRow, make_edits, write_line  # noqa: E402
+from kernels.sample_edits import EditRow, edit_logits, make_edits, write_line  # noqa: E402
 from kernels.sample_filters import lowest_kept  # noqa: E402
 from kernels.sample_logprobs import make_logprob_scratch, token_logprobs  # noqa: E402
 from kernels.sample_noise import fraction, log_noise, philox_words  # noqa: E402
@@ -276,16 +276,42 @@ def test_the_kept_set_is_that_of_the_plain_sampler(top_k, top_p, min_p, room):
     assert torch.equal(kept_by_kernel(logits, *settings, room=room), kept_by_torch(logits, *settings))
 
 
+def equals(low: float) -> tuple[float, float]:
+    """The float after `low`, and a temperature at which both have one score."""
+    pair = torch.tensor([low, float(np.nextafter(np.float32(low), np.float32(np.inf)))])
+    for temperature in np.arange(1.0, 2.0, 0.01):
+        scores = pair / float(temperature)
+        if scores[0] == scores[1]:
+            return float(pair[1]), float(temperature)
+    raise AssertionError(f"no such temperature for {low}")
+
+
 def test_equals_of_the_last_kept_token_are_kept():
     """Logits one float apart give one score: they are equals as well."""
-    low = torch.tensor(1.5)
-    high = torch.nextafter(low, torch.tensor(2.0))
-    temperature = next(t for t in np.arange(1.0, 2.0, 0.01) if low / float(t) == high / float(t))
-    logits = torch.tensor([[0.0, float(low), 3.0, float(high), float(low), 1.0]])
-    for settings in ((float(temperature), 2, 1.0, 0.0), (float(temperature), 0, 0.55, 0.0)):
+    low = 1.5
+    high, temperature = equals(low)
+    logits = torch.tensor([[0.0, low, 3.0, high, low, 1.0]])
+    for settings in ((temperature, 2, 1.0, 0.0), (temperature, 0, 0.55, 0.0)):
         kept = kept_by_kernel(logits, *settings)
         assert kept.tolist() == [[False, True, True, True, True, False]]
         assert torch.equal(kept, kept_by_torch(logits, *settings))
+
+
+def test_all_equals_count_in_the_mass_of_what_top_k_kept():
+    """The search for top-k may put aside only some of the logits that share the last kept score."""
+    high, temperature = equals(1.5)
+    lowest = torch.nextafter(torch.tensor(-3.0), torch.tensor(0.0))  # so that 1.5 is a quarter of the range
+    logits = torch.tensor([[3.0, high, 1.5, 1.5, 1.5, float(lowest)]])
+    settings = (temperature, 2, 0.7, 0.0)
+    kept = kept_by_kernel(logits, *settings, room=2)
+    assert kept.tolist() == [[True] * 5 + [False]]
+    assert torch.equal(kept, kept_by_torch(logits, *settings))
+
+
+def test_the_last_kept_tokens_are_drawn_as_often_as_their_noise_says():
+    params = [SamplingParams(temperature=9.0, top_k=2, seed=seed) for seed in range(12)]
+    ids = Rows(params, 6).check(torch.tensor([[0.5, 1.0, 0.75, 2.0, -1.0, 1.0]] * 12))
+    assert set(ids.tolist()) == {1, 3, 5}
 
 
 def test_top_p_close_to_one_keeps_all_and_close_to_none_keeps_one():
@@ -301,6 +327,34 @@ def test_top_p_close_to_one_keeps_all_and_close_to_none_keeps_one():
 
 
 # -- what else a step does -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_edits_round_like_plain_operations_one_after_the_other(dtype):
+    """Penalties over prompt and output, counts, bias, stop ids masked before first_free_end and not at it."""
+    values = EditRow(1.3, 0.37, 0.21, 9, (1, 2, 3, 1), (4, 4, 4, 5), ((2, 0.3), (4, -1.7), (6, 9.0)), (6, 7))
+    logits = normal(2, 200).to(dtype)
+    logits[0, :8] = torch.tensor([1.1, -1.2, 2.3, -0.4, 0.6, -0.7, 0.8, 0.9])
+    edits = make_edits(3, 2, 200, CPU, max_bias=4, max_stops=3)
+    edits.line[:] = torch.tensor([1, -1, -1])
+    write_line(edits, 1, values)
+    expected = logits[0].float()
+    seen, counts = torch.zeros(200, dtype=torch.bool), torch.zeros(200)
+    seen[[1, 2, 3, 4, 5]] = True
+    counts[[4, 5]] = torch.tensor([3.0, 1.0])
+    penalised = torch.where(
+        expected > 0, expected / values.repetition_penalty, expected * values.repetition_penalty
+    )
+    expected = torch.where(seen, penalised, expected) - values.frequency_penalty * counts
+    expected = expected - values.presence_penalty * (counts > 0)
+    for token, added in values.bias:
+        expected[token] += added
+    edit_logits(logits, edits, torch.tensor([0, 1]).int(), torch.tensor([9, 9]).int())
+    assert torch.equal(edits.edited[1, :200], expected)
+    edit_logits(logits, edits, torch.tensor([0, 1]).int(), torch.tensor([8, 9]).int())
+    expected[[6, 7]] = -math.inf
+    assert torch.equal(edits.edited[1, :200], expected)
+    assert edits.edited[0].count_nonzero() == 0
 
 
 def test_drawn_tokens_enter_the_history_and_the_token_pool():
