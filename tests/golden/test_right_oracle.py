@@ -226,6 +226,7 @@ def test_the_recorded_answers_are_those_of_transformers(model_path: Path) -> Non
 
 @pytest.mark.model
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_all_recorded_answers_are_those_of_transformers(model_path: Path) -> None:
     """Everything that may be compared, in full."""
     oracle = Oracle(model_path)
