@@ -77,6 +77,7 @@ class Engine:
             model_context=facts.model.max_context_tokens, automatic_pages=facts.automatic_pages
         )
         self.runner: Runner = device.build(self.config)
+        self.device_name = facts.device_name
         self.overlap = bool(self.config.overlap)
         self._next_id = 1
 
@@ -184,7 +185,7 @@ def main() -> None:
         rows.append(measure(engine, published(number) if name.startswith("offline") else fixed(number)))
         print(rows[-1], flush=True)
     shape = arguments.model.removeprefix("random:")
-    print(write_result(f"offline-{shape}", {"rows": rows}, ["torch", "numpy"]))
+    print(write_result(f"offline-{shape}", {"device": engine.device_name, "rows": rows}, ["torch", "numpy"]))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.batch import KvLayer, PagedBatch
-from kernels.paged_decode import DecodePlan, make_plan, paged_decode, plan_decode
+from kernels.paged_decode import DecodePlan, make_plan, paged_decode, plan_decode, resized
 from kernels.paged_prefill import list_tiles, paged_prefill
 from kernels.store_kv import store_kv
 
@@ -21,6 +21,7 @@ class TritonBackend:
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, max_context: int) -> None:
         self._shape = (num_heads, num_kv_heads, head_dim)
         self._max_context = max_context
+        self._buffers: DecodePlan | None = None  # of the largest decode batch seen
         self._decode: DecodePlan | None = None
         self._batch: PagedBatch | None = None
         self._tiles: Tensor | None = None  # int32 [num_tiles, 2]: of prefill spans
@@ -29,9 +30,10 @@ class TritonBackend:
         """Lists the chunks of decode spans on the device and the tiles of prefill spans on the host."""
         self._batch = batch
         if batch.num_decode:
-            if self._decode is None or self._decode.chunk_sizes.shape[0] < batch.num_decode:
+            if self._buffers is None or self._buffers.chunk_sizes.shape[0] < batch.num_decode:
                 capacity = 1 << (batch.num_decode - 1).bit_length()
-                self._decode = make_plan(capacity, *self._shape, self._max_context, batch.rows.device)
+                self._buffers = make_plan(capacity, *self._shape, self._max_context, batch.rows.device)
+            self._decode = resized(self._buffers, batch.num_decode)
             plan_decode(self._decode, batch.kv_lens[: batch.num_decode])
         heads, kv_heads, _ = self._shape
         lens = [0 if i < batch.num_decode else n for i, n in enumerate(batch.q_lens_host)]

@@ -27,6 +27,11 @@ class WorkerConfig:
     device: str = option("cpu", "device of the torch runner", choices=("cpu", "cuda"))
     attention_backend: str = option("auto", "attention: a backend's name, or auto")
     dtype: str = option("auto", "element type of weights and KV", choices=("auto", "fp32", "bf16"))
+    cpu_precision: str = option(
+        "exact",
+        "products of quantised weights on the CPU: exact, or fast with activations in 16 bits",
+        choices=("exact", "fast"),
+    )
     threads: int = option(0, "threads of the CPU runner; 0: one per core", low=0, high=1024)
     # The pool.
     page_size: int = option(16, "tokens per page", low=1, high=1024)

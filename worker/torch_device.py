@@ -109,6 +109,7 @@ def _load(
     library = cpu_library() if is_fast_cpu and dtype == torch.float32 else None
     if library is None:
         return load_model(files, device=device, dtype=dtype, max_context=config.max_context, seed=config.seed)
+    library.use_precision("fast" if config.cpu_precision == "fast" else "exact")
     parts = cpu_parts(library)
     return load_model(
         files,

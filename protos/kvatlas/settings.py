@@ -85,7 +85,7 @@ class Reader(Generic[Config]):
             table = tomllib.loads(path.read_text())
         except OSError as error:
             raise ConfigError(f"config: {path}: {error.strerror}") from None
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"config: {path}: {error}") from None
         known = {setting.name: setting.type for setting in fields(self.config)}
         if unknown := sorted(table.keys() - known.keys()):

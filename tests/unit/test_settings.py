@@ -148,6 +148,13 @@ def test_help_shows_flags_and_defaults(capsys: pytest.CaptureFixture[str]) -> No
     assert "name; empty: none --light" in text, "an empty default is not shown"
 
 
+def test_a_file_that_is_not_text_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "oven.toml"
+    path.write_bytes(b"trays = \xff")
+    with pytest.raises(ConfigError, match="oven.toml"):
+        READER.read(["--config", str(path)], {})
+
+
 def test_only_a_flag_asks_to_print() -> None:
     assert READER.wants_print(["--print-config", "--trays", "1"])
     assert not READER.wants_print(["--trays", "1"])
