@@ -2,9 +2,9 @@
 
 Those layouts are not that of the slot pool, so this backend needs storage of its own: for each layer one K
 and one V cache, as large as the pool's layer, made when the layer is first seen. A block there is a page
-here, of the same number. New K and V are written to both: to the slot pool because prefill, which the historical
-kernel does not do, reads it through kernels/paged_prefill.py, and to the caches for decode. Twice the memory
-is the price of comparing; it is not the default backend of anything.
+here, of the same number. New K and V are written to both: to the slot pool because prefill, which the
+historical kernel does not do, reads it through kernels/paged_prefill.py, and to the caches for decode. Twice
+the memory is the price of comparing; it is not the default backend of anything.
 
 Whoever changes pages of the slot pool other than through `run` (copies a page, restores it from the host)
 must call `refresh_pages`, or decode goes on with what the caches held.

@@ -151,7 +151,7 @@ def test_help_shows_flags_and_defaults(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_file_that_is_not_text_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "oven.toml"
     path.write_bytes(b"trays = \xff")
-    with pytest.raises(ConfigError, match="oven.toml"):
+    with pytest.raises(ConfigError, match=r"oven\.toml"):
         READER.read(["--config", str(path)], {})
 
 
