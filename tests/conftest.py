@@ -27,6 +27,11 @@ if not Path("/dev/nvidiactl").exists():
     # must be there before the first test file is imported, whichever that is.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts its background jobs like that, and children inherit it: tests that interrupt one would
+    # wait for nothing.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @pytest.fixture(scope="session")
 def model_path() -> Path:
