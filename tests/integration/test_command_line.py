@@ -113,6 +113,7 @@ def test_a_reader_that_leaves_is_not_a_traceback(fake_server: Any) -> None:
         ["bash", "-c", f"set -o pipefail; {shell}"],
         capture_output=True,
         text=True,
+        errors="replace",  # one byte may be part of a character
         timeout=60,
         env=ENVIRONMENT,
     )
