@@ -30,7 +30,13 @@ class PagedBatch:
 
 @dataclass(frozen=True, slots=True)
 class KvLayer:
-    """K and V of one layer, viewed by slot: no copies of the pool's memory."""
+    """K and V of one layer, viewed by slot: no copies of the pool's memory.
+
+    A pool of float8_e4m3fn holds K / k_scale and V / v_scale, rounded and kept within the type's range; in
+    every other dtype it holds K and V themselves and both scales are 1.
+    """
 
     k: Tensor  # [num_slots, num_kv_heads, head_dim]
     v: Tensor  # [num_slots, num_kv_heads, head_dim]
+    k_scale: float = 1.0
+    v_scale: float = 1.0
