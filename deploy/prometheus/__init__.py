@@ -1,0 +1,1 @@
+"""Scrape configuration, rules, and what proves the rules."""

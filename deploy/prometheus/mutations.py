@@ -1,0 +1,154 @@
+"""Plants one fault after another in the rules and shows which of them promtool's tests do not notice.
+
+    python -m deploy.prometheus.mutations               all faults; exit status 1 if any survives
+    python -m deploy.prometheus.mutations --only Leak   those of rules whose name contains a word
+
+A fault drops a rule or its `for`, flips a comparison, changes a number, a window, a matcher, a function, a
+grouping, a label or a text. A fault that changes nothing is not planted.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FOLDER = Path(__file__).resolve().parent
+RULE_FILES = ("recording.yml", "alerts.yml")
+TEST_FILES = ("rules_test.yml", "slo_test.yml")  # in the order of their cost
+TIMEOUT_SECONDS = 120.0
+
+FLIPS = {">": "<", "<": ">", "==": "!=", "!=": "=="}
+FUNCTIONS = {
+    "rate": "irate",
+    "increase": "rate",
+    "min_over_time": "max_over_time",
+    "max_over_time": "min_over_time",
+    "sum": "max",
+    "max": "sum",
+    "and": "or",
+}
+_COMPARISON = re.compile(r"(?<= )(?:>|<|==|!=)(?= )")
+_NUMBER = re.compile(r"(?<![\w.\"\[])\d+(?:\.\d+)?(?![\w.\"\]])")
+_WINDOW = re.compile(r"(?<=\[)\d+[smh](?=\])|(?<=offset )\d+[smh]")
+_MATCHER = re.compile(r"\w+(?:=~|!~|!=|=)\"[^\"]*\"")
+_FUNCTION = re.compile(rf"(?<![:\w])(?:{'|'.join(FUNCTIONS)})\b(?=[ (])")
+_GROUPING = re.compile(r"\b(?:by|on) \([\w, ]+\) ?")
+_ARITHMETIC = re.compile(r"(?<= )[-+/](?= )")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One changed rule, in the text of its file."""
+
+    rule: str
+    what: str
+    file: str
+    text: str
+
+
+def faults() -> Iterator[Fault]:
+    """Every fault of every rule."""
+    for file in RULE_FILES:
+        document = yaml.safe_load((FOLDER / file).read_text())
+        for group_index, group in enumerate(document["groups"]):
+            for rule_index, rule in enumerate(group["rules"]):
+                for what, changed in _changes(rule):
+                    mutant = deepcopy(document)
+                    rules = mutant["groups"][group_index]["rules"]
+                    rules[rule_index : rule_index + 1] = [changed] if changed else []
+                    name = rule.get("alert") or rule["record"]
+                    yield Fault(name, what, file, yaml.safe_dump(mutant, sort_keys=False))
+
+
+def _changes(rule: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    yield "rule dropped", None
+    for what, expression in _expressions(rule["expr"]):
+        yield what, {**rule, "expr": expression}
+    if "for" in rule:
+        yield "for dropped", {key: value for key, value in rule.items() if key != "for"}
+        yield f"for {rule['for']} → 2h", {**rule, "for": "2h"}
+    if "labels" in rule:
+        yield "severity changed", {**rule, "labels": {"severity": "none"}}
+    for name in rule.get("annotations", {}):
+        yield f"{name} dropped", {**rule, "annotations": {**rule["annotations"], name: ""}}
+
+
+def _expressions(expression: str) -> Iterator[tuple[str, str]]:
+    yield from _replaced(expression, _COMPARISON, lambda text: FLIPS[text])
+    yield from _replaced(expression, _NUMBER, _other_number)
+    yield from _replaced(expression, _WINDOW, lambda text: "30s" if text != "30s" else "5m")
+    yield from _replaced(expression, _WINDOW, lambda text: f"{int(text[:-1]) * 3}{text[-1]}")
+    yield from _replaced(expression, _MATCHER, lambda _: "")
+    yield from _replaced(expression, _MATCHER, _other_value)
+    yield from _replaced(expression, _FUNCTION, lambda text: FUNCTIONS[text])
+    yield from _replaced(expression, _GROUPING, lambda _: "")
+    yield from _replaced(expression, _ARITHMETIC, lambda text: {"-": "+", "+": "-", "/": "*"}[text])
+
+
+def _replaced(
+    expression: str, pattern: re.Pattern[str], change: Callable[[str], str]
+) -> Iterator[tuple[str, str]]:
+    for found in pattern.finditer(expression):
+        new = change(found[0])
+        text = expression[: found.start()] + new + expression[found.end() :]
+        text = text.replace("{,", "{").replace(",}", "}").replace("on (instance) (", "(")
+        if text != expression:
+            yield f"{found[0].strip()} → {new or 'nothing'} at {found.start()}", text
+
+
+def _other_number(text: str) -> str:
+    return f"{float(text) * 2 if float(text) else 1e9:g}"
+
+
+def _other_value(matcher: str) -> str:
+    name, _, value = matcher.partition("=")
+    return f'{name}="nobody"' if value else matcher
+
+
+def is_noticed(fault: Fault) -> bool:
+    """Whether promtool's tests fail with it."""
+    with tempfile.TemporaryDirectory(prefix="rules-") as name:
+        folder = Path(name)
+        for file in (*RULE_FILES, *TEST_FILES):
+            (folder / file).write_text((FOLDER / file).read_text())
+        (folder / fault.file).write_text(fault.text)
+        return any(not _passes(folder, test) for test in TEST_FILES)
+
+
+def _passes(folder: Path, test: str) -> bool:
+    done = subprocess.run(
+        ["promtool", "test", "rules", test], cwd=folder, capture_output=True, timeout=TIMEOUT_SECONDS
+    )
+    return done.returncode == 0
+
+
+def main() -> int:
+    """Tries the faults; prints those that survive."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", default="", help="faults of rules whose name contains this")
+    parser.add_argument("--workers", type=int, default=2, help="promtools at once")
+    arguments = parser.parse_args()
+    if not all(_passes(FOLDER, test) for test in TEST_FILES):
+        print("the rules fail their own tests")
+        return 1
+    tried = [fault for fault in faults() if arguments.only in fault.rule]
+    with ThreadPoolExecutor(arguments.workers) as pool:
+        noticed = list(pool.map(is_noticed, tried))
+    for fault, is_seen in zip(tried, noticed, strict=True):
+        if not is_seen:
+            print(f"SURVIVED: {fault.rule}: {fault.what}")
+    print(f"{sum(noticed)} of {len(tried)} faults were noticed")
+    return 0 if tried and all(noticed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
