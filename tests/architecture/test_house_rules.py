@@ -13,7 +13,7 @@ import pytest
 from kvatlas.cli.options import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = [ROOT / "kernels", ROOT / "worker", ROOT / "service", ROOT / "protos" / "kvatlas"]
+PACKAGES = [ROOT / "kernels", ROOT / "worker", ROOT / "service", ROOT / "dashboard", ROOT / "protos" / "kvatlas"]
 DOCUMENTS = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")],
     key=lambda path: str(path.relative_to(ROOT)),

@@ -19,6 +19,7 @@ PLANTS = {
     "processes": ("worker/ids.py", "import service.errors"),
     "no-torch": ("service/mailbox.py", "import torch"),
     "worker-grpc": ("worker/stats.py", "import grpc"),
+    "dashboard-service": ("dashboard/__init__.py", "import zmq"),
     "plain-control-plane": ("worker/pages/events.py", "import numpy"),
     "readers": ("worker/readers/__init__.py", "import worker.pages.pool"),
     "worker-layers": ("worker/pages/__init__.py", "import worker.scheduling.step"),
@@ -55,7 +56,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the linter says of a copy of the tree with all plants in it."""
     root = tmp_path_factory.mktemp("planted")
     shutil.copy(ROOT / "pyproject.toml", root)
-    for name in ("kernels", "worker", "service", "protos"):
+    for name in ("kernels", "worker", "service", "dashboard", "protos"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     for file, line in PLANTS.values():
         with (root / file).open("a") as source:
