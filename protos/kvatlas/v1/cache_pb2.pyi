@@ -70,6 +70,16 @@ class SnapshotCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SNAPSHOT_CAUSE_LAGGED: _ClassVar[SnapshotCause]
     SNAPSHOT_CAUSE_RESYNCED: _ClassVar[SnapshotCause]
 
+class IntegrityCheck(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    INTEGRITY_CHECK_UNSPECIFIED: _ClassVar[IntegrityCheck]
+    INTEGRITY_CHECK_STATE_SUM: _ClassVar[IntegrityCheck]
+    INTEGRITY_CHECK_REFCOUNT: _ClassVar[IntegrityCheck]
+    INTEGRITY_CHECK_FREE_LIST: _ClassVar[IntegrityCheck]
+    INTEGRITY_CHECK_PAGE_TABLE: _ClassVar[IntegrityCheck]
+    INTEGRITY_CHECK_TRIE: _ClassVar[IntegrityCheck]
+    INTEGRITY_CHECK_DEVICE_TABLE: _ClassVar[IntegrityCheck]
+
 class RecordingEndCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     RECORDING_END_CAUSE_UNSPECIFIED: _ClassVar[RecordingEndCause]
@@ -117,6 +127,13 @@ SNAPSHOT_CAUSE_INITIAL: SnapshotCause
 SNAPSHOT_CAUSE_EPOCH_CHANGED: SnapshotCause
 SNAPSHOT_CAUSE_LAGGED: SnapshotCause
 SNAPSHOT_CAUSE_RESYNCED: SnapshotCause
+INTEGRITY_CHECK_UNSPECIFIED: IntegrityCheck
+INTEGRITY_CHECK_STATE_SUM: IntegrityCheck
+INTEGRITY_CHECK_REFCOUNT: IntegrityCheck
+INTEGRITY_CHECK_FREE_LIST: IntegrityCheck
+INTEGRITY_CHECK_PAGE_TABLE: IntegrityCheck
+INTEGRITY_CHECK_TRIE: IntegrityCheck
+INTEGRITY_CHECK_DEVICE_TABLE: IntegrityCheck
 RECORDING_END_CAUSE_UNSPECIFIED: RecordingEndCause
 RECORDING_END_CAUSE_STOPPED: RecordingEndCause
 RECORDING_END_CAUSE_DURATION: RecordingEndCause
@@ -481,7 +498,7 @@ class WatchPageMapRequest(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., mode: _Optional[_Union[WatchMode, str]] = ..., min_interval: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., resume_after: _Optional[_Union[Revision, _Mapping]] = ..., heartbeat_interval: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., include_sequences: bool = ..., planes: _Optional[_Iterable[str]] = ..., include_token_ids: bool = ...) -> None: ...
 
 class WatchPageMapResponse(_message.Message):
-    __slots__ = ("revision", "base_number", "snapshot", "delta", "events", "heartbeat", "stats", "observe_time")
+    __slots__ = ("revision", "base_number", "snapshot", "delta", "events", "heartbeat", "stats", "observe_time", "violations")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     BASE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
@@ -490,6 +507,7 @@ class WatchPageMapResponse(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     OBSERVE_TIME_FIELD_NUMBER: _ClassVar[int]
+    VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
     revision: Revision
     base_number: int
     snapshot: SnapshotChunk
@@ -498,7 +516,8 @@ class WatchPageMapResponse(_message.Message):
     heartbeat: WatchHeartbeat
     stats: PoolStats
     observe_time: _timestamp_pb2.Timestamp
-    def __init__(self, revision: _Optional[_Union[Revision, _Mapping]] = ..., base_number: _Optional[int] = ..., snapshot: _Optional[_Union[SnapshotChunk, _Mapping]] = ..., delta: _Optional[_Union[PageDelta, _Mapping]] = ..., events: _Optional[_Union[PageEventBatch, _Mapping]] = ..., heartbeat: _Optional[_Union[WatchHeartbeat, _Mapping]] = ..., stats: _Optional[_Union[PoolStats, _Mapping]] = ..., observe_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    violations: _containers.RepeatedCompositeFieldContainer[IntegrityViolation]
+    def __init__(self, revision: _Optional[_Union[Revision, _Mapping]] = ..., base_number: _Optional[int] = ..., snapshot: _Optional[_Union[SnapshotChunk, _Mapping]] = ..., delta: _Optional[_Union[PageDelta, _Mapping]] = ..., events: _Optional[_Union[PageEventBatch, _Mapping]] = ..., heartbeat: _Optional[_Union[WatchHeartbeat, _Mapping]] = ..., stats: _Optional[_Union[PoolStats, _Mapping]] = ..., observe_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., violations: _Optional[_Iterable[_Union[IntegrityViolation, _Mapping]]] = ...) -> None: ...
 
 class SnapshotChunk(_message.Message):
     __slots__ = ("geometry", "first_page_id", "page_count", "pages", "sequences", "cause", "chunks_left")
@@ -642,19 +661,105 @@ class EstimateSample(_message.Message):
     token_granularity: int
     def __init__(self, sampling_rate: _Optional[float] = ..., request_count: _Optional[int] = ..., token_count: _Optional[int] = ..., start_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., duration: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., token_granularity: _Optional[int] = ...) -> None: ...
 
+class IntegrityViolation(_message.Message):
+    __slots__ = ("check", "subject", "expected", "found", "page_id", "row", "revision", "find_time")
+    CHECK_FIELD_NUMBER: _ClassVar[int]
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    PAGE_ID_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    FIND_TIME_FIELD_NUMBER: _ClassVar[int]
+    check: IntegrityCheck
+    subject: str
+    expected: str
+    found: str
+    page_id: int
+    row: int
+    revision: Revision
+    find_time: _timestamp_pb2.Timestamp
+    def __init__(self, check: _Optional[_Union[IntegrityCheck, str]] = ..., subject: _Optional[str] = ..., expected: _Optional[str] = ..., found: _Optional[str] = ..., page_id: _Optional[int] = ..., row: _Optional[int] = ..., revision: _Optional[_Union[Revision, _Mapping]] = ..., find_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class IntegrityCheckStats(_message.Message):
+    __slots__ = ("check", "pass_count", "fail_count", "last_run_time", "last_pass_time")
+    CHECK_FIELD_NUMBER: _ClassVar[int]
+    PASS_COUNT_FIELD_NUMBER: _ClassVar[int]
+    FAIL_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LAST_RUN_TIME_FIELD_NUMBER: _ClassVar[int]
+    LAST_PASS_TIME_FIELD_NUMBER: _ClassVar[int]
+    check: IntegrityCheck
+    pass_count: int
+    fail_count: int
+    last_run_time: _timestamp_pb2.Timestamp
+    last_pass_time: _timestamp_pb2.Timestamp
+    def __init__(self, check: _Optional[_Union[IntegrityCheck, str]] = ..., pass_count: _Optional[int] = ..., fail_count: _Optional[int] = ..., last_run_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., last_pass_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class GetIntegrityRequest(_message.Message):
+    __slots__ = ("worker_id",)
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+
+class GetIntegrityResponse(_message.Message):
+    __slots__ = ("checks", "violations", "violations_total", "last_success_time", "last_round_time", "sweep_count", "revision")
+    CHECKS_FIELD_NUMBER: _ClassVar[int]
+    VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
+    VIOLATIONS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    LAST_SUCCESS_TIME_FIELD_NUMBER: _ClassVar[int]
+    LAST_ROUND_TIME_FIELD_NUMBER: _ClassVar[int]
+    SWEEP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    checks: _containers.RepeatedCompositeFieldContainer[IntegrityCheckStats]
+    violations: _containers.RepeatedCompositeFieldContainer[IntegrityViolation]
+    violations_total: int
+    last_success_time: _timestamp_pb2.Timestamp
+    last_round_time: _duration_pb2.Duration
+    sweep_count: int
+    revision: Revision
+    def __init__(self, checks: _Optional[_Iterable[_Union[IntegrityCheckStats, _Mapping]]] = ..., violations: _Optional[_Iterable[_Union[IntegrityViolation, _Mapping]]] = ..., violations_total: _Optional[int] = ..., last_success_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., last_round_time: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., sweep_count: _Optional[int] = ..., revision: _Optional[_Union[Revision, _Mapping]] = ...) -> None: ...
+
+class RunIntegrityCheckRequest(_message.Message):
+    __slots__ = ("worker_id",)
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+
+class RunIntegrityCheckResponse(_message.Message):
+    __slots__ = ("violations", "violations_total", "checked_pages", "checked_rows", "round_count", "engine_time", "first_revision", "last_revision")
+    VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
+    VIOLATIONS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_TIME_FIELD_NUMBER: _ClassVar[int]
+    FIRST_REVISION_FIELD_NUMBER: _ClassVar[int]
+    LAST_REVISION_FIELD_NUMBER: _ClassVar[int]
+    violations: _containers.RepeatedCompositeFieldContainer[IntegrityViolation]
+    violations_total: int
+    checked_pages: int
+    checked_rows: int
+    round_count: int
+    engine_time: _duration_pb2.Duration
+    first_revision: Revision
+    last_revision: Revision
+    def __init__(self, violations: _Optional[_Iterable[_Union[IntegrityViolation, _Mapping]]] = ..., violations_total: _Optional[int] = ..., checked_pages: _Optional[int] = ..., checked_rows: _Optional[int] = ..., round_count: _Optional[int] = ..., engine_time: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., first_revision: _Optional[_Union[Revision, _Mapping]] = ..., last_revision: _Optional[_Union[Revision, _Mapping]] = ...) -> None: ...
+
 class RecordingFrame(_message.Message):
-    __slots__ = ("header", "snapshot", "events", "request", "end")
+    __slots__ = ("header", "snapshot", "events", "request", "end", "violation")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    VIOLATION_FIELD_NUMBER: _ClassVar[int]
     header: RecordingHeader
     snapshot: SnapshotChunk
     events: PageEventBatch
     request: RequestRecord
     end: RecordingEnd
-    def __init__(self, header: _Optional[_Union[RecordingHeader, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotChunk, _Mapping]] = ..., events: _Optional[_Union[PageEventBatch, _Mapping]] = ..., request: _Optional[_Union[RequestRecord, _Mapping]] = ..., end: _Optional[_Union[RecordingEnd, _Mapping]] = ...) -> None: ...
+    violation: IntegrityViolation
+    def __init__(self, header: _Optional[_Union[RecordingHeader, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotChunk, _Mapping]] = ..., events: _Optional[_Union[PageEventBatch, _Mapping]] = ..., request: _Optional[_Union[RequestRecord, _Mapping]] = ..., end: _Optional[_Union[RecordingEnd, _Mapping]] = ..., violation: _Optional[_Union[IntegrityViolation, _Mapping]] = ...) -> None: ...
 
 class RecordingHeader(_message.Message):
     __slots__ = ("format_version", "version", "model", "geometry", "revision", "start_time", "has_token_ids", "note")

@@ -95,6 +95,16 @@ class CacheServiceStub(object):
                 request_serializer=kvatlas_dot_v1_dot_cache__pb2.EstimateCacheRequest.SerializeToString,
                 response_deserializer=kvatlas_dot_v1_dot_cache__pb2.EstimateCacheResponse.FromString,
                 _registered_method=True)
+        self.GetIntegrity = channel.unary_unary(
+                '/kvatlas.v1.CacheService/GetIntegrity',
+                request_serializer=kvatlas_dot_v1_dot_cache__pb2.GetIntegrityRequest.SerializeToString,
+                response_deserializer=kvatlas_dot_v1_dot_cache__pb2.GetIntegrityResponse.FromString,
+                _registered_method=True)
+        self.RunIntegrityCheck = channel.unary_unary(
+                '/kvatlas.v1.CacheService/RunIntegrityCheck',
+                request_serializer=kvatlas_dot_v1_dot_cache__pb2.RunIntegrityCheckRequest.SerializeToString,
+                response_deserializer=kvatlas_dot_v1_dot_cache__pb2.RunIntegrityCheckResponse.FromString,
+                _registered_method=True)
 
 
 class CacheServiceServicer(object):
@@ -186,6 +196,25 @@ class CacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetIntegrity(self, request, context):
+        """What the live audit has found so far: a worker checks named invariants of
+        its books while requests run, a part of the pool in each round.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RunIntegrityCheck(self, request, context):
+        """Checks everything once: every page, every sequence, every row on the
+        device. Done in short pieces between steps, so requests go on; answered
+        when the last piece is done, which takes up to seconds with a million
+        pages. Needs the `admin` scope; one at a time and at most one a second
+        (RESOURCE_EXHAUSTED, QUOTA_EXCEEDED).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CacheServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -228,6 +257,16 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.EstimateCache,
                     request_deserializer=kvatlas_dot_v1_dot_cache__pb2.EstimateCacheRequest.FromString,
                     response_serializer=kvatlas_dot_v1_dot_cache__pb2.EstimateCacheResponse.SerializeToString,
+            ),
+            'GetIntegrity': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetIntegrity,
+                    request_deserializer=kvatlas_dot_v1_dot_cache__pb2.GetIntegrityRequest.FromString,
+                    response_serializer=kvatlas_dot_v1_dot_cache__pb2.GetIntegrityResponse.SerializeToString,
+            ),
+            'RunIntegrityCheck': grpc.unary_unary_rpc_method_handler(
+                    servicer.RunIntegrityCheck,
+                    request_deserializer=kvatlas_dot_v1_dot_cache__pb2.RunIntegrityCheckRequest.FromString,
+                    response_serializer=kvatlas_dot_v1_dot_cache__pb2.RunIntegrityCheckResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -467,6 +506,60 @@ class CacheService(object):
             '/kvatlas.v1.CacheService/EstimateCache',
             kvatlas_dot_v1_dot_cache__pb2.EstimateCacheRequest.SerializeToString,
             kvatlas_dot_v1_dot_cache__pb2.EstimateCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetIntegrity(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvatlas.v1.CacheService/GetIntegrity',
+            kvatlas_dot_v1_dot_cache__pb2.GetIntegrityRequest.SerializeToString,
+            kvatlas_dot_v1_dot_cache__pb2.GetIntegrityResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RunIntegrityCheck(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvatlas.v1.CacheService/RunIntegrityCheck',
+            kvatlas_dot_v1_dot_cache__pb2.RunIntegrityCheckRequest.SerializeToString,
+            kvatlas_dot_v1_dot_cache__pb2.RunIntegrityCheckResponse.FromString,
             options,
             channel_credentials,
             insecure,

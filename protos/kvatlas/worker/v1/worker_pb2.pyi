@@ -111,20 +111,22 @@ class WorkerMessage(_message.Message):
     def __init__(self, number: _Optional[int] = ..., config: _Optional[_Union[Config, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., add_result: _Optional[_Union[AddResult, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., reply: _Optional[_Union[CommandReply, _Mapping]] = ...) -> None: ...
 
 class PageFeed(_message.Message):
-    __slots__ = ("revision", "base_number", "delta", "events", "stats", "publish_time")
+    __slots__ = ("revision", "base_number", "delta", "events", "stats", "publish_time", "violations")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     BASE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     PUBLISH_TIME_FIELD_NUMBER: _ClassVar[int]
+    VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
     revision: _cache_pb2.Revision
     base_number: int
     delta: _cache_pb2.PageDelta
     events: _cache_pb2.PageEventBatch
     stats: _cache_pb2.PoolStats
     publish_time: _timestamp_pb2.Timestamp
-    def __init__(self, revision: _Optional[_Union[_cache_pb2.Revision, _Mapping]] = ..., base_number: _Optional[int] = ..., delta: _Optional[_Union[_cache_pb2.PageDelta, _Mapping]] = ..., events: _Optional[_Union[_cache_pb2.PageEventBatch, _Mapping]] = ..., stats: _Optional[_Union[_cache_pb2.PoolStats, _Mapping]] = ..., publish_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    violations: _containers.RepeatedCompositeFieldContainer[_cache_pb2.IntegrityViolation]
+    def __init__(self, revision: _Optional[_Union[_cache_pb2.Revision, _Mapping]] = ..., base_number: _Optional[int] = ..., delta: _Optional[_Union[_cache_pb2.PageDelta, _Mapping]] = ..., events: _Optional[_Union[_cache_pb2.PageEventBatch, _Mapping]] = ..., stats: _Optional[_Union[_cache_pb2.PoolStats, _Mapping]] = ..., publish_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., violations: _Optional[_Iterable[_Union[_cache_pb2.IntegrityViolation, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "instance_id", "service_epoch", "version")
@@ -388,7 +390,7 @@ class Heartbeat(_message.Message):
     def __init__(self, step: _Optional[int] = ..., load: _Optional[_Union[_server_pb2.WorkerLoad, _Mapping]] = ..., pool: _Optional[_Union[_cache_pb2.PoolStats, _Mapping]] = ..., revision: _Optional[_Union[_cache_pb2.Revision, _Mapping]] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("command_id", "timeout_ms", "snapshot", "replay", "page_table", "estimate", "flush", "pin", "list_pins", "start_recording", "stop_recording", "get_recording", "profile", "log_level", "cancel")
+    __slots__ = ("command_id", "timeout_ms", "snapshot", "replay", "page_table", "estimate", "flush", "pin", "list_pins", "start_recording", "stop_recording", "get_recording", "profile", "log_level", "cancel", "integrity", "check_integrity")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
@@ -404,6 +406,8 @@ class Command(_message.Message):
     PROFILE_FIELD_NUMBER: _ClassVar[int]
     LOG_LEVEL_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    INTEGRITY_FIELD_NUMBER: _ClassVar[int]
+    CHECK_INTEGRITY_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     timeout_ms: int
     snapshot: SnapshotRequest
@@ -419,7 +423,9 @@ class Command(_message.Message):
     profile: _server_pb2.CaptureProfileRequest
     log_level: _server_pb2.SetLogLevelRequest
     cancel: CancelCommand
-    def __init__(self, command_id: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., snapshot: _Optional[_Union[SnapshotRequest, _Mapping]] = ..., replay: _Optional[_Union[ReplayRequest, _Mapping]] = ..., page_table: _Optional[_Union[_cache_pb2.GetPageTableRequest, _Mapping]] = ..., estimate: _Optional[_Union[_cache_pb2.EstimateCacheRequest, _Mapping]] = ..., flush: _Optional[_Union[_server_pb2.FlushPrefixCacheRequest, _Mapping]] = ..., pin: _Optional[_Union[PinPrefix, _Mapping]] = ..., list_pins: _Optional[_Union[_server_pb2.ListPinnedPrefixesRequest, _Mapping]] = ..., start_recording: _Optional[_Union[_server_pb2.StartRecordingRequest, _Mapping]] = ..., stop_recording: _Optional[_Union[_server_pb2.StopRecordingRequest, _Mapping]] = ..., get_recording: _Optional[_Union[_server_pb2.GetRecordingRequest, _Mapping]] = ..., profile: _Optional[_Union[_server_pb2.CaptureProfileRequest, _Mapping]] = ..., log_level: _Optional[_Union[_server_pb2.SetLogLevelRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ...) -> None: ...
+    integrity: _cache_pb2.GetIntegrityRequest
+    check_integrity: _cache_pb2.RunIntegrityCheckRequest
+    def __init__(self, command_id: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., snapshot: _Optional[_Union[SnapshotRequest, _Mapping]] = ..., replay: _Optional[_Union[ReplayRequest, _Mapping]] = ..., page_table: _Optional[_Union[_cache_pb2.GetPageTableRequest, _Mapping]] = ..., estimate: _Optional[_Union[_cache_pb2.EstimateCacheRequest, _Mapping]] = ..., flush: _Optional[_Union[_server_pb2.FlushPrefixCacheRequest, _Mapping]] = ..., pin: _Optional[_Union[PinPrefix, _Mapping]] = ..., list_pins: _Optional[_Union[_server_pb2.ListPinnedPrefixesRequest, _Mapping]] = ..., start_recording: _Optional[_Union[_server_pb2.StartRecordingRequest, _Mapping]] = ..., stop_recording: _Optional[_Union[_server_pb2.StopRecordingRequest, _Mapping]] = ..., get_recording: _Optional[_Union[_server_pb2.GetRecordingRequest, _Mapping]] = ..., profile: _Optional[_Union[_server_pb2.CaptureProfileRequest, _Mapping]] = ..., log_level: _Optional[_Union[_server_pb2.SetLogLevelRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ..., integrity: _Optional[_Union[_cache_pb2.GetIntegrityRequest, _Mapping]] = ..., check_integrity: _Optional[_Union[_cache_pb2.RunIntegrityCheckRequest, _Mapping]] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
     __slots__ = ()
@@ -452,7 +458,7 @@ class CancelCommand(_message.Message):
     def __init__(self, command_id: _Optional[int] = ...) -> None: ...
 
 class CommandReply(_message.Message):
-    __slots__ = ("command_id", "more", "code", "error_reason", "message", "snapshot", "events", "page_table", "estimate", "flush", "pin", "pins", "start_recording", "stop_recording", "get_recording", "profile", "log_level")
+    __slots__ = ("command_id", "more", "code", "error_reason", "message", "snapshot", "events", "page_table", "estimate", "flush", "pin", "pins", "start_recording", "stop_recording", "get_recording", "profile", "log_level", "integrity", "check_integrity")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
@@ -470,6 +476,8 @@ class CommandReply(_message.Message):
     GET_RECORDING_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
     LOG_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    INTEGRITY_FIELD_NUMBER: _ClassVar[int]
+    CHECK_INTEGRITY_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     more: bool
     code: int
@@ -487,7 +495,9 @@ class CommandReply(_message.Message):
     get_recording: _server_pb2.GetRecordingResponse
     profile: _server_pb2.CaptureProfileResponse
     log_level: _server_pb2.SetLogLevelResponse
-    def __init__(self, command_id: _Optional[int] = ..., more: bool = ..., code: _Optional[int] = ..., error_reason: _Optional[_Union[_errors_pb2.ErrorReason, str]] = ..., message: _Optional[str] = ..., snapshot: _Optional[_Union[SnapshotReply, _Mapping]] = ..., events: _Optional[_Union[_cache_pb2.PageEventBatch, _Mapping]] = ..., page_table: _Optional[_Union[_cache_pb2.GetPageTableResponse, _Mapping]] = ..., estimate: _Optional[_Union[_cache_pb2.EstimateCacheResponse, _Mapping]] = ..., flush: _Optional[_Union[_server_pb2.FlushPrefixCacheResponse, _Mapping]] = ..., pin: _Optional[_Union[_server_pb2.PinnedPrefix, _Mapping]] = ..., pins: _Optional[_Union[_server_pb2.ListPinnedPrefixesResponse, _Mapping]] = ..., start_recording: _Optional[_Union[_server_pb2.StartRecordingResponse, _Mapping]] = ..., stop_recording: _Optional[_Union[_server_pb2.StopRecordingResponse, _Mapping]] = ..., get_recording: _Optional[_Union[_server_pb2.GetRecordingResponse, _Mapping]] = ..., profile: _Optional[_Union[_server_pb2.CaptureProfileResponse, _Mapping]] = ..., log_level: _Optional[_Union[_server_pb2.SetLogLevelResponse, _Mapping]] = ...) -> None: ...
+    integrity: _cache_pb2.GetIntegrityResponse
+    check_integrity: _cache_pb2.RunIntegrityCheckResponse
+    def __init__(self, command_id: _Optional[int] = ..., more: bool = ..., code: _Optional[int] = ..., error_reason: _Optional[_Union[_errors_pb2.ErrorReason, str]] = ..., message: _Optional[str] = ..., snapshot: _Optional[_Union[SnapshotReply, _Mapping]] = ..., events: _Optional[_Union[_cache_pb2.PageEventBatch, _Mapping]] = ..., page_table: _Optional[_Union[_cache_pb2.GetPageTableResponse, _Mapping]] = ..., estimate: _Optional[_Union[_cache_pb2.EstimateCacheResponse, _Mapping]] = ..., flush: _Optional[_Union[_server_pb2.FlushPrefixCacheResponse, _Mapping]] = ..., pin: _Optional[_Union[_server_pb2.PinnedPrefix, _Mapping]] = ..., pins: _Optional[_Union[_server_pb2.ListPinnedPrefixesResponse, _Mapping]] = ..., start_recording: _Optional[_Union[_server_pb2.StartRecordingResponse, _Mapping]] = ..., stop_recording: _Optional[_Union[_server_pb2.StopRecordingResponse, _Mapping]] = ..., get_recording: _Optional[_Union[_server_pb2.GetRecordingResponse, _Mapping]] = ..., profile: _Optional[_Union[_server_pb2.CaptureProfileResponse, _Mapping]] = ..., log_level: _Optional[_Union[_server_pb2.SetLogLevelResponse, _Mapping]] = ..., integrity: _Optional[_Union[_cache_pb2.GetIntegrityResponse, _Mapping]] = ..., check_integrity: _Optional[_Union[_cache_pb2.RunIntegrityCheckResponse, _Mapping]] = ...) -> None: ...
 
 class SnapshotReply(_message.Message):
     __slots__ = ("revision", "chunk", "stats")
