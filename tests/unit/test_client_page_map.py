@@ -192,3 +192,25 @@ def test_a_watch_comes_back_ever_later_and_gives_up_in_time() -> None:
 def test_a_watch_that_was_refused_does_not_come_back() -> None:
     with pytest.raises(Refused):
         Reconnect(60.0, lambda: 0.0).wait_seconds(Refused("too many watches", reason="WATCH_LIMIT"))
+
+
+def waiting(request_id: str, *, state: int = pb.SEQUENCE_STATE_WAITING) -> pb.SequenceInfo:
+    info = pb.SequenceInfo(request_id=request_id, needed_pages=7, wait_reason=pb.WAIT_REASON_PAGES)
+    info.state = state  # type: ignore[assignment]
+    return info
+
+
+def test_a_sequence_that_waits_is_known_until_it_runs_or_ends() -> None:
+    page_map = PageMap()
+    page_map.apply(snapshot([FREE, FREE]))
+    page_map.apply(delta(10, 11, sequences=[waiting("a"), waiting("b")]))
+    assert {name for name, _ in page_map.waiting} == {"a", "b"}
+    held = page_map.waiting["a", 0]
+    assert (held.state, held.wait_reason, held.needed_pages) == ("waiting", "pages", 7)
+    runs = sequence(4, (1,))
+    runs.request_id = "a"
+    page_map.apply(delta(11, 12, sequences=[runs]))
+    assert page_map.waiting.keys() == {("b", 0)}
+    assert page_map.sequences[4].wait_reason == ""
+    page_map.apply(delta(12, 13, sequences=[waiting("b", state=pb.SEQUENCE_STATE_UNSPECIFIED)]))
+    assert page_map.waiting == {}

@@ -5,7 +5,7 @@ it continues the number held, anything else is a bug and raises Incomplete. Know
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,7 @@ STATE_NAMES: Mapping[int, str] = {
 
 @dataclass(frozen=True, slots=True)
 class SequencePages:
-    """A sequence that holds pages."""
+    """A sequence: one that holds pages, or one that waits (owner 0, no pages)."""
 
     owner: int
     request_id: str
@@ -47,7 +47,15 @@ class SequencePages:
     page_ids: NDArray[np.uint32]  # in token order
     token_count: int
     prompt_tokens: int
-    hit_tokens: int
+    hit_tokens: int  # of the prompt, found in the prefix cache
+    row: int | None = None  # of the page table; None: not running
+    wait_reason: str = ""  # pages, rows, step_tokens, priority; "": it runs, or nobody asked yet
+    needed_pages: int = 0  # that it waits for
+    priority: int = 0
+    preemptions: int = 0
+    receive_ms: int = 0  # since 1970, of the service's clock
+    tenant: str = ""  # these two only with the `admin` scope
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 class PageMap:
@@ -63,6 +71,7 @@ class PageMap:
         self.revision = pb.Revision()
         self.planes: dict[str, NDArray[np.generic]] = {}  # by name, [page_count]
         self.sequences: dict[int, SequencePages] = {}  # by owner
+        self.waiting: dict[tuple[str, int], SequencePages] = {}  # by request id and choice index
         self.is_stale = True
         self._parts: list[pb.SnapshotChunk] = []
 
@@ -118,7 +127,7 @@ class PageMap:
         by_part = [_read_planes(part.pages) for part in parts if part.page_count]
         names = by_part[0].keys() if by_part else ()
         self.planes = {name: np.concatenate([planes[name] for planes in by_part]) for name in names}
-        self.sequences = {}
+        self.sequences, self.waiting = {}, {}
         for part in parts:
             for info in part.sequences:
                 self._take_sequence(info)
@@ -155,8 +164,12 @@ class PageMap:
 
     def _take_sequence(self, info: pb.SequenceInfo) -> None:
         """`first_page_index` pages of the one held are kept, the rest is replaced."""
+        name = (info.request_id, info.choice_index)
+        self.waiting.pop(name, None)
         if info.owner == 0:
-            return  # waits, and has never had pages
+            if info.state != pb.SEQUENCE_STATE_UNSPECIFIED:  # that one has ended
+                self.waiting[name] = _read_sequence(info, np.empty(0, np.uint32))
+            return
         pages = np.frombuffer(info.page_ids, "<u4")
         held = self.sequences.get(info.owner)
         if info.first_page_index:
@@ -166,16 +179,7 @@ class PageMap:
                     f"owner {info.owner}: {info.first_page_index} pages are to be kept, {len(kept)} known"
                 )
             pages = np.concatenate([kept, pages])
-        self.sequences[info.owner] = SequencePages(
-            owner=info.owner,
-            request_id=info.request_id,
-            choice_index=info.choice_index,
-            state=state_name(info.state),
-            page_ids=pages,
-            token_count=info.token_count,
-            prompt_tokens=info.prompt_tokens,
-            hit_tokens=info.prefix.hit_tokens,
-        )
+        self.sequences[info.owner] = _read_sequence(info, pages)
 
 
 def state_name(state: int) -> str:
@@ -184,6 +188,37 @@ def state_name(state: int) -> str:
         return pb.SequenceState.Name(state).removeprefix("SEQUENCE_STATE_").lower()
     except ValueError:
         return f"state_{state}"
+
+
+def _read_sequence(info: pb.SequenceInfo, pages: NDArray[np.uint32]) -> SequencePages:
+    return SequencePages(
+        owner=info.owner,
+        request_id=info.request_id,
+        choice_index=info.choice_index,
+        state=state_name(info.state),
+        page_ids=pages,
+        token_count=info.token_count,
+        prompt_tokens=info.prompt_tokens,
+        hit_tokens=info.prefix.hit_tokens,
+        row=info.row if info.HasField("row") else None,
+        wait_reason=_wait_reason(info.wait_reason),
+        needed_pages=info.needed_pages,
+        priority=info.priority,
+        preemptions=info.preemptions,
+        receive_ms=info.receive_time.ToMilliseconds(),
+        tenant=info.tenant,
+        labels=dict(info.labels),
+    )
+
+
+def _wait_reason(reason: int) -> str:
+    """`pages` for WAIT_REASON_PAGES; a number this version does not know stays a number."""
+    if reason == pb.WAIT_REASON_UNSPECIFIED:
+        return ""
+    try:
+        return pb.WaitReason.Name(reason).removeprefix("WAIT_REASON_").lower()
+    except ValueError:
+        return f"reason_{reason}"
 
 
 def _read_planes(pages: pb.PageMap) -> dict[str, NDArray[np.generic]]:
