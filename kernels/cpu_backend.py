@@ -11,6 +11,7 @@ from kernels import reference
 from kernels.batch import KvLayer, PagedBatch
 from kernels.checks import check_attention_inputs
 from kernels.cpu.library import CpuLibrary, cpu_library
+from kernels.fp8 import read_slots
 
 _HEAD_DIM_MULTIPLE = 8
 
@@ -59,7 +60,7 @@ def torch_attention(q: Tensor, kv: KvLayer, batch: PagedBatch, *, scale: float) 
         queries = slice(first, first + batch.q_lens_host[span])
         first = queries.stop
         slots = batch.page_table[batch.rows_host[span], : batch.kv_lens_host[span]].long()
-        k, v = kv.k[slots], kv.v[slots]
+        k, v = read_slots(kv.k, slots, kv.k_scale), read_slots(kv.v, slots, kv.v_scale)
         out[queries] = reference.attention(q[queries], k, v, batch.positions[queries], scale=scale)
     return out
 
@@ -73,8 +74,8 @@ def _decode(q: Tensor, kv: KvLayer, batch: PagedBatch, scale: float) -> Tensor:
     slots = batch.page_table[batch.rows[:num_spans].long(), :width].long()
     slots = slots.masked_fill(is_past, 0)  # entries past the length are anything
     # What lies in slots past the length may be NaN, which no weight of 0 can mend.
-    k = kv.k[slots].float().masked_fill(is_past[:, :, None, None], 0.0)
-    v = kv.v[slots].float().masked_fill(is_past[:, :, None, None], 0.0)
+    k = read_slots(kv.k, slots, kv.k_scale).float().masked_fill(is_past[:, :, None, None], 0.0)
+    v = read_slots(kv.v, slots, kv.v_scale).float().masked_fill(is_past[:, :, None, None], 0.0)
     num_kv_heads = k.shape[2]
     grouped = q.float().view(num_spans, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = torch.einsum("shgd,sthd->shgt", grouped, k) * scale

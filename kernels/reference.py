@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.batch import KvLayer, PagedBatch
+from kernels.fp8 import read_slots, to_pages
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -47,11 +48,12 @@ def store_kv(k: Tensor, v: Tensor, kv: KvLayer, write_slots: Tensor) -> None:
     """Copies row i of k and v to slot write_slots[i]; every other slot keeps its bits.
 
     k, v [num_tokens, num_kv_heads, head_dim], rows may be slices of a fused product;
-    write_slots int32 or int64 [num_tokens], distinct outside the dummy page.
+    write_slots int32 or int64 [num_tokens], distinct outside the dummy page. A pool of e4m3 gets k / k_scale
+    and v / v_scale, see kernels.fp8.
     """
     slots = write_slots.long()
-    kv.k[slots] = k.to(kv.k.dtype)
-    kv.v[slots] = v.to(kv.v.dtype)
+    kv.k[slots] = to_pages(k, kv.k.dtype, kv.k_scale)
+    kv.v[slots] = to_pages(v, kv.v.dtype, kv.v_scale)
 
 
 def gather_rows(page_table: Tensor, rows: Tensor, kv_lens: Tensor) -> Tensor:
@@ -72,7 +74,8 @@ def paged_attention(q: Tensor, kv: KvLayer, batch: PagedBatch, *, scale: float) 
         queries = slice(firsts[span], firsts[span + 1])
         slots = batch.page_table[row, :length].long()
         positions = batch.positions[queries]
-        out[queries] = attention(q[queries], kv.k[slots], kv.v[slots], positions, scale=scale)
+        k, v = read_slots(kv.k, slots, kv.k_scale), read_slots(kv.v, slots, kv.v_scale)
+        out[queries] = attention(q[queries], k, v, positions, scale=scale)
     return out
 
 
