@@ -1,5 +1,6 @@
-"""The attention seam: plan once per step, run per layer."""
+"""The attention seam: plan once per step, run per layer; and the form of it that a CUDA graph can hold."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -23,4 +24,38 @@ class AttentionBackend(Protocol):
         may be strided slices of a fused product. Causal: the query at position p sees slots of
         positions 0..p of its row and nothing past them.
         """
+        ...
+
+
+class StaticDecode(Protocol):
+    """Decode attention over buffers that stay where they are. `begin` and `attend` are what a graph records.
+
+    Results of a replay follow the lengths and pages of that replay, never those of the capture.
+    """
+
+    def prepare(self, size: int, kv_lens: Sequence[int]) -> None:
+        """The host's part, before each replay of the graph of `size` rows, and before its capture.
+
+        kv_lens: tokens of the real rows, at most `size`; every row past them has one token.
+        """
+        ...
+
+    def begin(self, rows: Tensor, kv_lens: Tensor) -> None:
+        """The device's part, once a step. rows, kv_lens int32 [size], always the same memory."""
+        ...
+
+    def attend(self, kv: KvLayer, q: Tensor, *, scale: float) -> Tensor:
+        """One layer, K and V already stored. q and result [size, num_heads, head_dim]."""
+        ...
+
+
+class GraphBackend(AttentionBackend, Protocol):
+    """A backend whose decode steps can be graphs."""
+
+    def attend(self, kv: KvLayer, q: Tensor, *, scale: float) -> Tensor:
+        """As `run`, K and V already stored."""
+        ...
+
+    def static_decode(self, page_table: Tensor, max_batch: int) -> StaticDecode:
+        """Its decode attention for batches up to `max_batch` over this table, int32 [num_rows, width]."""
         ...

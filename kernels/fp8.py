@@ -1,8 +1,8 @@
 """float8_e4m3fn: the range, and how numbers become it and come back. In plain torch: the specification.
 
-One sign bit, four of exponent, three of fraction; no infinity, one NaN; the largest number is 448. A value is
-stored as value / scale, kept within the range and rounded to nearest even; NaN stays NaN. Source: Micikevicius
-et al., arXiv:2209.05433.
+One sign bit, four of exponent, three of fraction; no infinity, one NaN; the largest number is 448. A value
+is stored as value / scale, kept within the range and rounded to nearest even; NaN stays NaN. Source:
+Micikevicius et al., arXiv:2209.05433.
 """
 
 import torch

@@ -4,6 +4,8 @@ Decode spans go through the split-context kernel, prefill spans through the tile
 table where it lies. Owns scratch buffers that grow with the largest step seen.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -60,3 +62,33 @@ class TritonBackend:
             rows, lens = batch.rows[first], batch.kv_lens[first]
             out[first] = paged_decode(q[first], kv, batch.page_table, rows, lens, decode, scale=scale)
         return out
+
+    def static_decode(self, page_table: Tensor, max_batch: int) -> "TritonStaticDecode":
+        """See kernels.backend.GraphBackend."""
+        return TritonStaticDecode(
+            make_plan(max_batch, *self._shape, page_table.shape[1], page_table.device), page_table
+        )
+
+
+class TritonStaticDecode:
+    """See kernels.backend.StaticDecode. Chunks are listed on the device, so a replay needs no host plan."""
+
+    def __init__(self, buffers: DecodePlan, page_table: Tensor) -> None:
+        self._buffers = buffers
+        self._page_table = page_table
+        self._plan: DecodePlan | None = None
+        self._rows = self._kv_lens = page_table[:0, 0]
+
+    def prepare(self, size: int, kv_lens: Sequence[int]) -> None:
+        """Nothing: the kernels read the lengths where they lie."""
+
+    def begin(self, rows: Tensor, kv_lens: Tensor) -> None:
+        """Lists the chunks."""
+        self._rows, self._kv_lens = rows, kv_lens
+        self._plan = resized(self._buffers, rows.shape[0])
+        plan_decode(self._plan, kv_lens)
+
+    def attend(self, kv: KvLayer, q: Tensor, *, scale: float) -> Tensor:
+        """One layer."""
+        assert self._plan is not None, "attend before begin"
+        return paged_decode(q, kv, self._page_table, self._rows, self._kv_lens, self._plan, scale=scale)

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.backend import GraphBackend
 from kernels.batch import KvLayer
 from kernels.decode_inputs import decode_inputs
-from kernels.paged_decode import make_plan, paged_decode, plan_decode, resized
 from kernels.sample import SampleScratch, make_scratch, sample
 from kernels.sample_columns import SampleColumns
 from worker.execution.decode_buffers import capture_sizes, padded_size
@@ -41,10 +41,10 @@ class DecodeGraphs:
     def __init__(
         self,
         model: FusedModel,
+        backend: GraphBackend,
         tables: DecodeTables,
         *,
         max_batch: int,
-        max_context: int,
         scale: float,
         capture: bool = True,
     ) -> None:
@@ -61,8 +61,7 @@ class DecodeGraphs:
         self._slots = torch.zeros(max_batch, dtype=torch.int32, device=device)
         width, dtype = model.embedding.shape[1], model.embedding.dtype
         self._hidden = torch.zeros(max_batch, width, dtype=dtype, device=device)
-        shape = (config.num_heads, config.num_kv_heads, config.head_dim)
-        self._plan = make_plan(max_batch, *shape, max_context, device)
+        self._decode = backend.static_decode(tables.page_table, max_batch)
         self._scratch: SampleScratch = make_scratch(max_batch, config.vocab_size, device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._captures = capture and device.type == "cuda"
@@ -89,6 +88,7 @@ class DecodeGraphs:
         into[0, : len(rows)] = np.asarray(rows, dtype=np.int32)
         into[1, : len(rows)] = np.asarray(kv_lens, dtype=np.int32)
         self._columns[:, :size].copy_(host, non_blocking=True)
+        self._decode.prepare(size, kv_lens)
 
     def run(
         self, rows: Sequence[int], kv_lens: Sequence[int], *, with_filters: bool
@@ -113,11 +113,10 @@ class DecodeGraphs:
         tables = self._tables
         inputs = (tables.page_table, tables.token_ids, self._model.embedding)
         decode_inputs(rows, kv_lens, *inputs, positions, slots, hidden)
-        plan = resized(self._plan, size)
-        plan_decode(plan, kv_lens)
+        self._decode.begin(rows, kv_lens)
 
         def attend(kv: KvLayer, q: Tensor) -> Tensor:
-            return paged_decode(q, kv, tables.page_table, rows, kv_lens, plan, scale=self._scale)
+            return self._decode.attend(kv, q, scale=self._scale)
 
         last = self._model.forward(hidden, positions, slots, tables.kv, attend)
         logits = self._model.logits(last)

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.backend import GraphBackend
 from kernels.batch import KvLayer
 from kernels.sample import make_scratch, sample
 from kernels.sample_columns import SampleRow, make_columns, write_rows
-from kernels.triton_backend import TritonBackend
 from worker.execution.cuda_graphs import DecodeGraphs, DecodeTables
 from worker.execution.runner import StepHandle
 from worker.execution.sampler import Sampled
@@ -32,7 +32,7 @@ class CudaRunner(TorchRunner):
     def __init__(
         self,
         model: Model,
-        backend: TritonBackend,
+        backend: GraphBackend,
         config: RunnerConfig,
         device: torch.device,
         *,
@@ -54,9 +54,9 @@ class CudaRunner(TorchRunner):
         )
         self.graphs = DecodeGraphs(
             self._fused,
+            backend,
             tables,
             max_batch=min(max_graph_batch, config.max_running),
-            max_context=self.page_table.slots.shape[1],
             scale=config.attention_scale,
             capture=capture,
         )

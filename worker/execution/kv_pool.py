@@ -11,10 +11,14 @@ from torch import Tensor
 
 from kernels.batch import KvLayer
 from kernels.cpu.memory import empty_tensor
+from kernels.fp8 import E4M3, LARGEST, NAN_BYTE
 from worker.scheduling.step import PageCopy
 
 DUMMY_CANARY = -7.0e4
 """What poison mode writes into the dummy page; finite in bf16, absurd as a key or value (fp16: -inf)."""
+
+KvScales = Sequence[tuple[float, float]]
+"""(k_scale, v_scale) of each layer of an fp8 pool, see kernels.batch.KvLayer; empty: all are 1."""
 
 
 def local_kv_heads(num_kv_heads: int, tp_size: int) -> int:
@@ -70,6 +74,7 @@ class KvPool:
         dtype: torch.dtype,
         device: torch.device,
         poison: bool = False,
+        scales: KvScales = (),
     ) -> None:
         shape = (2, num_layers, num_pages + 1, page_size, num_kv_heads, head_dim)
         self.num_pages = num_pages
@@ -78,10 +83,14 @@ class KvPool:
         self.is_poisoned = poison
         # [2 (K, V), layer, page, token in page, KV head of this rank, head_dim]
         self.buffer = _empty(shape, dtype, device)
+        # Bytes of fp8 pages are moved and filled as such: not every device has these operations for fp8.
+        self._storage = self.buffer.view(torch.uint8) if dtype == E4M3 else self.buffer
+        self._poison_value = NAN_BYTE if dtype == E4M3 else math.nan
         if poison:
-            self.buffer.fill_(math.nan)
+            self._storage.fill_(self._poison_value)
         # Padding rows read the dummy page, so it must hold numbers from the start.
-        self.buffer[:, :, num_pages] = DUMMY_CANARY if poison else 0.0
+        self.buffer[:, :, num_pages] = self._canary if poison else 0.0
+        self._scales = tuple(scales) or ((1.0, 1.0),) * num_layers
         self.layers = [self._view_by_slot(layer) for layer in range(num_layers)]
 
     @property
@@ -95,24 +104,35 @@ class KvPool:
             return
         sources = self._page_indexes([copy.source for copy in copies])
         targets = self._page_indexes([copy.target for copy in copies])
-        self.buffer.index_copy_(2, targets, self.buffer.index_select(2, sources))
+        self._storage.index_copy_(2, targets, self._storage.index_select(2, sources))
 
     def poison_pages(self, pages: Sequence[int]) -> None:
         """Fills freed pages with NaN, so that whoever still reads them shows. For poison mode."""
         if pages:
-            self.buffer.index_fill_(2, self._page_indexes(pages), math.nan)
+            self._storage.index_fill_(2, self._page_indexes(pages), self._poison_value)
 
     def damaged_dummy_slots(self) -> list[int]:
         """Offsets in the dummy page whose canary is gone. For poison mode; padding may write offset 0."""
-        page = self.buffer[:, :, self.num_pages]
-        intact = (page == page.new_tensor(DUMMY_CANARY)).all(dim=0).all(dim=0).flatten(1).all(dim=1)
+        page = self.buffer[:, :, self.num_pages].float()
+        intact = (
+            (page == torch.tensor(self._canary).to(self.buffer.dtype).float())
+            .all(dim=0)
+            .all(dim=0)
+            .flatten(1)
+            .all(dim=1)
+        )
         return (~intact).nonzero().flatten().tolist()
+
+    @property
+    def _canary(self) -> float:
+        return -LARGEST if self.buffer.dtype == E4M3 else DUMMY_CANARY
 
     def _view_by_slot(self, layer: int) -> KvLayer:
         _, _, num_pages, page_size, num_heads, head_dim = self.buffer.shape
         slots = (num_pages * page_size, num_heads, head_dim)
         # view() and not reshape(): it fails rather than copies.
-        return KvLayer(k=self.buffer[0, layer].view(slots), v=self.buffer[1, layer].view(slots))
+        k, v = self.buffer[0, layer].view(slots), self.buffer[1, layer].view(slots)
+        return KvLayer(k, v, *self._scales[layer])
 
     def _page_indexes(self, pages: Sequence[int]) -> Tensor:
         return torch.tensor(pages, dtype=torch.int64, device=self.buffer.device)

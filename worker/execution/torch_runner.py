@@ -19,7 +19,7 @@ from kernels.batch import KvLayer, PagedBatch
 from kernels.cpu_backend import CpuBackend
 from worker.execution.cpu_model import cpu_model
 from worker.execution.cpu_sampler import CpuSampler
-from worker.execution.kv_pool import KvPool
+from worker.execution.kv_pool import KvPool, KvScales
 from worker.execution.page_table import PageTable
 from worker.execution.prompt_logprobs import PromptLogprobs
 from worker.execution.runner import StepHandle
@@ -73,6 +73,7 @@ class RunnerConfig:
     attention_scale: float
     kv_dtype: torch.dtype = torch.float32
     poison: bool = False
+    kv_scales: KvScales = ()  # of an fp8 pool
 
 
 class TorchRunner:
@@ -104,6 +105,7 @@ class TorchRunner:
             dtype=config.kv_dtype,
             device=device,
             poison=config.poison,
+            scales=config.kv_scales,
         )
         self._state = SamplingState(
             max_running=config.max_running, vocab_size=config.vocab_size, device=device
