@@ -1,0 +1,1 @@
+"""Dashboards from one Python source, and how Grafana is provisioned with them."""
