@@ -7,6 +7,9 @@ and lengths only.
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from kernels.dependent_launch import dependent_launch
 
 
 def decode_inputs(
@@ -39,6 +42,7 @@ def decode_inputs(
         page_table.stride(0),
         WIDTH=width,
         WIDTH_PADDED=triton.next_power_of_2(width),
+        PDL=dependent_launch(rows.device)["PDL"],
         num_warps=4,
     )
 
@@ -56,7 +60,10 @@ def _inputs_kernel(
     row_width,
     WIDTH: tl.constexpr,
     WIDTH_PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
     span = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + span).to(tl.int64)
     position = tl.load(kv_lens + span) - 1

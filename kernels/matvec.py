@@ -3,6 +3,10 @@
 Bytes: num_outputs * width * itemsize of the weight, once. At batch 1..16 a library product leaves most of the
 bandwidth unused; these kernels also fold in what stands before and after the product: RMSNorm of the input,
 addition to the residual, the gated activation.
+
+One row is multiplied lane by lane; its first weights are in registers before the kernel waits for its input.
+More rows go through the tensor cores, padded to 16: the width is cut into slices, one or more a warp, so that
+no warp has a long chain of products to go through; the slices are added up in a fixed order.
 """
 
 from dataclasses import dataclass
@@ -11,6 +15,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.dependent_launch import dependent_launch, prefetch
 
 MAX_ROWS = 16
 
@@ -20,9 +27,10 @@ class MatvecLaunch:
     """Launch shape; timings of the choices in docs/kernels.md."""
 
     outputs: int = 16  # outputs a program
-    block: int = 512  # elements of the width a loop turn
+    block: int = 64  # elements of the width a loop turn and slice
+    slices: int = 4  # of the width, side by side; one row: 1
     warps: int = 4
-    stages: int = 3
+    stages: int = 4
 
 
 def matvec(
@@ -41,7 +49,7 @@ def matvec(
     x [num_rows, width], num_rows <= 16; weight [num_outputs, width], both contiguous. `norm` [width]: x is
     RMS-normed with it first. `residual` [num_rows, num_outputs]: the product is added to it in place
     and it is returned. `gated`: weight holds gate rows, then up rows; the result is silu(gate) * up
-    [num_rows, num_outputs / 2]. Sums are in fp32.
+    [num_rows, num_outputs / 2]. Sums are in fp32. The weight may be read before earlier kernels have ended.
     """
     num_rows, width = x.shape
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -55,7 +63,8 @@ def matvec(
     out = residual
     if out is None:
         out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
-    _matvec_kernel[(triton.cdiv(num_outputs, launch.outputs),)](
+    kernel = _one_row_kernel if num_rows == 1 else _few_rows_kernel
+    kernel[(triton.cdiv(num_outputs, launch.outputs),)](
         x,
         weight,
         out,
@@ -65,73 +74,63 @@ def matvec(
         num_outputs,
         eps,
         WIDTH=width,
-        ROWS=1 if num_rows == 1 else 16,
         OUTPUTS=launch.outputs,
         BLOCK=launch.block,
+        SLICES=launch.slices,
+        WARPS=launch.warps,
         HAS_NORM=norm is not None,
         HAS_RESIDUAL=residual is not None,
         HAS_BIAS=bias is not None,
         GATED=gated,
+        PREFETCHES=width * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0,
+        **dependent_launch(x.device),
         num_warps=launch.warps,
         num_stages=launch.stages,
     )
     return out
 
 
+def beats_library(num_rows: int, num_outputs: int, width: int, *, gated: bool) -> bool:
+    """Whether `matvec` is faster than the library's product and the kernels around it (docs/kernels.md)."""
+    return num_rows == 1
+
+
 def choose_launch(num_rows: int, num_outputs: int, width: int, gated: bool) -> MatvecLaunch:
     """The fastest launch shape of those tried for products of this kind (docs/kernels.md)."""
-    block = min(1024, int(triton.next_power_of_2(width)))
     if num_rows == 1:
-        return MatvecLaunch(outputs=4, block=block, warps=8, stages=1)
-    outputs = 32 if num_outputs >= 4096 else 16
-    return MatvecLaunch(outputs=outputs, block=min(256, block), warps=4, stages=5)
+        block = min(4096, int(triton.next_power_of_2(width)))
+        return MatvecLaunch(outputs=4, block=block, slices=1, warps=8, stages=1)
+    if num_outputs <= 2048:
+        return MatvecLaunch(outputs=8, block=32, slices=8, warps=8, stages=4)
+    return MatvecLaunch(outputs=16, block=32, slices=8, warps=8, stages=4)
 
 
 @triton.jit
-def _products(
-    x,
+def _prefetch_weight(
     weight,
-    outputs,
-    output_ok,
-    rows,
-    row_ok,
-    scale,
-    norm,
+    first,
+    num_outputs,
     WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    WARPS: tl.constexpr,
+    GATED: tl.constexpr,
 ):
-    at = tl.arange(0, BLOCK)
-    base = weight + outputs.to(tl.int64) * WIDTH
-    if ROWS == 1:
-        lanes = tl.zeros([OUTPUTS, BLOCK], tl.float32)
-        for k in range(0, WIDTH, BLOCK):
-            inside = k + at < WIDTH
-            w = tl.load(base[:, None] + k + at[None, :], mask=output_ok[:, None] & inside[None, :], other=0.0)
-            value = tl.load(x + k + at, mask=inside, other=0.0).to(tl.float32)
-            if HAS_NORM:
-                value = value * scale * tl.load(norm + k + at, mask=inside, other=0.0).to(tl.float32)
-            lanes += w.to(tl.float32) * value[None, :]
-        return tl.sum(lanes, 1)[None, :]
-    else:
-        acc = tl.zeros([ROWS, OUTPUTS], tl.float32)
-        for k in range(0, WIDTH, BLOCK):
-            inside = k + at < WIDTH
-            w = tl.load(base[:, None] + k + at[None, :], mask=output_ok[:, None] & inside[None, :], other=0.0)
-            value = tl.load(
-                x + rows[:, None] * WIDTH + k + at[None, :], mask=row_ok[:, None] & inside[None, :], other=0.0
-            )
-            if HAS_NORM:
-                weights = tl.load(norm + k + at, mask=inside, other=0.0).to(tl.float32)
-                value = (value.to(tl.float32) * scale[:, None] * weights[None, :]).to(w.dtype)
-            acc = tl.dot(value, tl.trans(w), acc)
-        return acc
+    row_bytes: tl.constexpr = WIDTH * weight.dtype.element_ty.primitive_bitwidth // 8
+    base = weight.to(tl.int64)
+    prefetch(base, first, num_outputs, row_bytes, OUTPUTS, 32 * WARPS)
+    if GATED:
+        prefetch(base, num_outputs + first, 2 * num_outputs, row_bytes, OUTPUTS, 32 * WARPS)
 
 
 @triton.jit
-def _matvec_kernel(
+def _weight_tile(weight, outputs, output_ok, k, WIDTH: tl.constexpr):
+    """Rows `outputs` at columns k: [outputs, k]."""
+    at = weight + outputs.to(tl.int64)[:, None] * WIDTH + k[None, :]
+    return tl.load(at, mask=output_ok[:, None] & (k < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _one_row_kernel(
     x,
     weight,
     out,
@@ -141,45 +140,136 @@ def _matvec_kernel(
     num_outputs,
     eps,
     WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    SLICES: tl.constexpr,
+    WARPS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
+    PREFETCHES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    first = tl.program_id(0) * OUTPUTS
+    outputs = first + tl.arange(0, OUTPUTS)
     output_ok = outputs < num_outputs
-    rows = tl.arange(0, ROWS)
-    row_ok = rows < num_rows
-    at = tl.arange(0, BLOCK)
+    k = tl.arange(0, BLOCK)
+    # No kernel writes weights, so the first of them may be on their way before the input is there.
+    w = _weight_tile(weight, outputs, output_ok, k, WIDTH)
+    up = w
+    if GATED:
+        up = _weight_tile(weight, outputs + num_outputs, output_ok, k, WIDTH)
+    gain = k
+    if HAS_NORM:
+        gain = tl.load(norm + k, mask=k < WIDTH, other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+        if PREFETCHES and BLOCK < WIDTH:
+            _prefetch_weight(weight, first, num_outputs, WIDTH, OUTPUTS, WARPS, GATED)
+        gdc_wait()
+    value = tl.load(x + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+    squares = value * value
+    if HAS_NORM:
+        value = value * gain.to(tl.float32)
+    lanes = w.to(tl.float32) * value[None, :]
+    up_lanes = up.to(tl.float32) * value[None, :]
+    for start in range(BLOCK, WIDTH, BLOCK):
+        at = start + k
+        w = _weight_tile(weight, outputs, output_ok, at, WIDTH)
+        value = tl.load(x + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+        squares += value * value
+        if HAS_NORM:
+            value = value * tl.load(norm + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+        lanes += w.to(tl.float32) * value[None, :]
+        if GATED:
+            up = _weight_tile(weight, outputs + num_outputs, output_ok, at, WIDTH)
+            up_lanes += up.to(tl.float32) * value[None, :]
+    result = tl.sum(lanes, 1)
     scale = 1.0
     if HAS_NORM:
-        if ROWS == 1:
-            square = tl.zeros([BLOCK], tl.float32)
-            for k in range(0, WIDTH, BLOCK):
-                value = tl.load(x + k + at, mask=k + at < WIDTH, other=0.0).to(tl.float32)
-                square += value * value
-            scale = 1.0 / tl.sqrt(tl.sum(square, 0) / WIDTH + eps)
-        else:
-            squares = tl.zeros([ROWS], tl.float32)
-            for k in range(0, WIDTH, BLOCK):
-                inside = row_ok[:, None] & (k + at < WIDTH)[None, :]
-                values = tl.load(x + rows[:, None] * WIDTH + k + at[None, :], mask=inside, other=0.0).to(
-                    tl.float32
-                )
-                squares += tl.sum(values * values, 1)
-            scale = 1.0 / tl.sqrt(squares / WIDTH + eps)
-    result = _products(
-        x, weight, outputs, output_ok, rows, row_ok, scale, norm, WIDTH, ROWS, OUTPUTS, BLOCK, HAS_NORM
-    )
+        scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / WIDTH + eps)
+        result *= scale
     if GATED:
-        upper = outputs + num_outputs
-        up = _products(
-            x, weight, upper, output_ok, rows, row_ok, scale, norm, WIDTH, ROWS, OUTPUTS, BLOCK, HAS_NORM
-        )
-        result = result / (1.0 + tl.exp(-result)) * up
+        result = result / (1.0 + tl.exp(-result)) * (tl.sum(up_lanes, 1) * scale)
+    if HAS_BIAS:
+        result += tl.load(bias + outputs, mask=output_ok, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        result += tl.load(out + outputs, mask=output_ok, other=0.0).to(tl.float32)
+    tl.store(out + outputs, result.to(out.dtype.element_ty), mask=output_ok)
+
+
+@triton.jit
+def _weight_slices(weight, outputs, output_ok, k, WIDTH: tl.constexpr):
+    """Rows `outputs` at columns k [slices, block]: [slices, block, outputs]."""
+    at = weight + outputs.to(tl.int64)[None, :, None] * WIDTH + k[:, None, :]
+    tile = tl.load(at, mask=output_ok[None, :, None] & (k < WIDTH)[:, None, :], other=0.0)
+    return tl.permute(tile, (0, 2, 1))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _few_rows_kernel(
+    x,
+    weight,
+    out,
+    norm,
+    bias,
+    num_rows,
+    num_outputs,
+    eps,
+    WIDTH: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLICES: tl.constexpr,
+    WARPS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    PREFETCHES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    first = tl.program_id(0) * OUTPUTS
+    lane = tl.arange(0, SLICES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    gain = lane
+    if HAS_NORM:
+        gain = tl.load(norm + lane, mask=lane < WIDTH, other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+        if PREFETCHES:
+            _prefetch_weight(weight, first, num_outputs, WIDTH, OUTPUTS, WARPS, GATED)
+        gdc_wait()
+    outputs = first + tl.arange(0, OUTPUTS)
+    output_ok = outputs < num_outputs
+    rows = tl.arange(0, 16)
+    row_ok = rows < num_rows
+    acc = tl.zeros([SLICES, 16, OUTPUTS], tl.float32)
+    up_acc = tl.zeros([SLICES, 16, OUTPUTS], tl.float32)
+    squares = tl.zeros([SLICES, 16, BLOCK], tl.float32)
+    for start in range(0, WIDTH, SLICES * BLOCK):
+        k = start + lane
+        w = _weight_slices(weight, outputs, output_ok, k, WIDTH)
+        mask = row_ok[None, :, None] & (k < WIDTH)[:, None, :]
+        value = tl.load(x + rows[None, :, None] * WIDTH + k[:, None, :], mask=mask, other=0.0)
+        if HAS_NORM:
+            wide = value.to(tl.float32)
+            squares += wide * wide
+            value = (wide * gain.to(tl.float32)[:, None, :]).to(value.dtype)
+            # A turn ahead: too small for the pipeline, and its way is long.
+            after = k + SLICES * BLOCK
+            gain = tl.load(norm + after, mask=after < WIDTH, other=0.0)
+        acc = tl.dot(value, w, acc, input_precision="ieee")
+        if GATED:
+            up = _weight_slices(weight, outputs + num_outputs, output_ok, k, WIDTH)
+            up_acc = tl.dot(value, up, up_acc, input_precision="ieee")
+    result = tl.sum(acc, 0)
+    up_result = tl.sum(up_acc, 0)
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(tl.sum(squares, 0), 1) / WIDTH + eps)
+        result *= scale[:, None]
+        up_result *= scale[:, None]
+    if GATED:
+        result = result / (1.0 + tl.exp(-result)) * up_result
     if HAS_BIAS:
         result += tl.load(bias + outputs, mask=output_ok, other=0.0).to(tl.float32)[None, :]
     to = out + rows[:, None] * num_outputs + outputs[None, :]

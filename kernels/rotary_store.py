@@ -1,14 +1,18 @@
 """Per-head norm of q and k, rotary, and the store of k and v into their slots, in one launch.
 
 Bytes: read the fused qkv product once, write q once and k, v once into the pool. One program handles one
-token. Rotary is the half-split form (Hugging Face's `rotate_half`).
+token. Rotary is the half-split form (Hugging Face's `rotate_half`). `ahead` as in rms_norm.py.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.batch import KvLayer
+from kernels.dependent_launch import ahead_of, dependent_launch, prefetch_share
+
+WARPS = 4
 
 
 def rotary_store(
@@ -21,6 +25,7 @@ def rotary_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    ahead: Tensor | None = None,
 ) -> None:
     """Splits `qkv`, norms, rotates, stores.
 
@@ -36,7 +41,8 @@ def rotary_store(
     assert (q_norm is None) == (k_norm is None), "q_norm and k_norm come together"
     if num_tokens == 0:
         return
-    _rotary_store_kernel[(num_tokens,)](
+    coming = ahead_of(ahead, qkv.device)
+    _rotary_store_kernel[(num_tokens + coming["AHEAD"],)](
         qkv,
         kv.k,
         kv.v,
@@ -51,6 +57,9 @@ def rotary_store(
         kv.k.stride(0),
         kv.v.stride(0),
         cos_sin.stride(0),
+        num_tokens,
+        1.0 / kv.k_scale,
+        1.0 / kv.v_scale,
         HEADS=num_heads,
         HEADS_PADDED=triton.next_power_of_2(num_heads),
         KV_HEADS=num_kv_heads,
@@ -58,7 +67,10 @@ def rotary_store(
         HALF=head_dim // 2,
         HALF_PADDED=triton.next_power_of_2(head_dim // 2),
         HAS_NORM=q_norm is not None,
-        num_warps=4,
+        WARPS=WARPS,
+        **coming,
+        **dependent_launch(qkv.device),
+        num_warps=WARPS,
     )
 
 
@@ -79,6 +91,14 @@ def _norm_rotate(source, heads, half, mask, norm, cos, sin, eps, HALF: tl.conste
 
 
 @triton.jit
+def _stored(value, inverse, pool):
+    """In the pool's dtype; fp8 pages hold value / scale, and what is too large for them their largest."""
+    if pool.dtype.element_ty == tl.float8e4nv:
+        value = tl.minimum(tl.maximum(value.to(tl.float32) * inverse, -448.0), 448.0)
+    return value.to(pool.dtype.element_ty)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
 def _rotary_store_kernel(
     qkv,
     k_pool,
@@ -94,6 +114,11 @@ def _rotary_store_kernel(
     k_stride,
     v_stride,
     cos_sin_stride,
+    num_tokens,
+    k_inverse,
+    v_inverse,
+    ahead,
+    ahead_bytes,
     HEADS: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -101,8 +126,18 @@ def _rotary_store_kernel(
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    WARPS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_launch_dependents()
+        if AHEAD:  # noqa: SIM102  (a constant, so apart)
+            if token >= num_tokens:
+                prefetch_share(ahead.to(tl.int64), ahead_bytes, token - num_tokens, AHEAD, 32 * WARPS)
+                return
+        gdc_wait()
     slot = tl.load(slots + token).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
     half = tl.arange(0, HALF_PADDED)
@@ -121,9 +156,9 @@ def _rotary_store_kernel(
     k_source = source + HEADS * 2 * HALF
     low, high = _norm_rotate(k_source, kv_heads, half, kv_mask, k_norm, cos, sin, eps, HALF, HAS_NORM)
     k_at = k_pool + slot * k_stride + kv_heads[:, None] * (2 * HALF) + half[None, :]
-    tl.store(k_at, low.to(k_pool.dtype.element_ty), mask=kv_mask)
-    tl.store(k_at + HALF, high.to(k_pool.dtype.element_ty), mask=kv_mask)
+    tl.store(k_at, _stored(low, k_inverse, k_pool), mask=kv_mask)
+    tl.store(k_at + HALF, _stored(high, k_inverse, k_pool), mask=kv_mask)
     v_source = k_source + KV_HEADS * 2 * HALF + kv_heads[:, None] * (2 * HALF) + half[None, :]
     v_at = v_pool + slot * v_stride + kv_heads[:, None] * (2 * HALF) + half[None, :]
-    tl.store(v_at, tl.load(v_source, mask=kv_mask).to(v_pool.dtype.element_ty), mask=kv_mask)
-    tl.store(v_at + HALF, tl.load(v_source + HALF, mask=kv_mask).to(v_pool.dtype.element_ty), mask=kv_mask)
+    tl.store(v_at, _stored(tl.load(v_source, mask=kv_mask), v_inverse, v_pool), mask=kv_mask)
+    tl.store(v_at + HALF, _stored(tl.load(v_source + HALF, mask=kv_mask), v_inverse, v_pool), mask=kv_mask)

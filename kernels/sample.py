@@ -21,7 +21,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import dependent_launch
 from kernels.sample_columns import SampleColumns
 from kernels.sample_edits import SampleEdits, edit_logits
 from kernels.sample_filters import CANDIDATES, lowest_kept
@@ -175,6 +177,7 @@ def _draw(
         HAS_EDITS=edits is not None,
         HAS_FILTERS=with_filters,
         HAS_POOL=token_pool is not None,
+        **dependent_launch(logits.device),
         num_warps=launch.warps,
         enable_fp_fusion=True,
     )
@@ -322,8 +325,12 @@ def _draw_kernel(
     HAS_EDITS: tl.constexpr,
     HAS_FILTERS: tl.constexpr,
     HAS_POOL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     part = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     i = tl.program_id(1).to(tl.int64)
     row = tl.load(rows + i)
     position = tl.load(positions + i)
