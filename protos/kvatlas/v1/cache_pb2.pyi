@@ -87,6 +87,9 @@ class RecordingEndCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RECORDING_END_CAUSE_DURATION: _ClassVar[RecordingEndCause]
     RECORDING_END_CAUSE_SIZE: _ClassVar[RecordingEndCause]
     RECORDING_END_CAUSE_SHUTDOWN: _ClassVar[RecordingEndCause]
+    RECORDING_END_CAUSE_DISK: _ClassVar[RecordingEndCause]
+    RECORDING_END_CAUSE_AUDIT: _ClassVar[RecordingEndCause]
+    RECORDING_END_CAUSE_LOST: _ClassVar[RecordingEndCause]
 PAGE_STATE_UNSPECIFIED: PageState
 PAGE_STATE_FREE: PageState
 PAGE_STATE_ACTIVE: PageState
@@ -139,6 +142,9 @@ RECORDING_END_CAUSE_STOPPED: RecordingEndCause
 RECORDING_END_CAUSE_DURATION: RecordingEndCause
 RECORDING_END_CAUSE_SIZE: RecordingEndCause
 RECORDING_END_CAUSE_SHUTDOWN: RecordingEndCause
+RECORDING_END_CAUSE_DISK: RecordingEndCause
+RECORDING_END_CAUSE_AUDIT: RecordingEndCause
+RECORDING_END_CAUSE_LOST: RecordingEndCause
 
 class PoolGeometry(_message.Message):
     __slots__ = ("worker_id", "epoch", "start_time", "page_count", "page_size", "page_bytes", "layer_count", "kv_head_count", "head_dim", "dtype", "device", "rank_count", "row_count", "row_width", "dummy_page_id", "eviction_policy")
@@ -614,7 +620,7 @@ class EstimateCacheResponse(_message.Message):
     def __init__(self, estimates: _Optional[_Iterable[_Union[CacheEstimate, _Mapping]]] = ..., observed: _Optional[_Union[CacheEstimate, _Mapping]] = ..., sample: _Optional[_Union[EstimateSample, _Mapping]] = ...) -> None: ...
 
 class CacheEstimate(_message.Message):
-    __slots__ = ("pool_slots", "page_size", "eviction_policy", "prefix", "hit_ratio", "hit_ratio_error", "evictions", "mean_wasted_slots")
+    __slots__ = ("pool_slots", "page_size", "eviction_policy", "prefix", "hit_ratio", "hit_ratio_error", "evictions", "mean_wasted_slots", "preemptions", "mean_queue_time")
     POOL_SLOTS_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     EVICTION_POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -623,6 +629,8 @@ class CacheEstimate(_message.Message):
     HIT_RATIO_ERROR_FIELD_NUMBER: _ClassVar[int]
     EVICTIONS_FIELD_NUMBER: _ClassVar[int]
     MEAN_WASTED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    MEAN_QUEUE_TIME_FIELD_NUMBER: _ClassVar[int]
     pool_slots: int
     page_size: int
     eviction_policy: str
@@ -631,7 +639,9 @@ class CacheEstimate(_message.Message):
     hit_ratio_error: float
     evictions: int
     mean_wasted_slots: float
-    def __init__(self, pool_slots: _Optional[int] = ..., page_size: _Optional[int] = ..., eviction_policy: _Optional[str] = ..., prefix: _Optional[_Union[PrefixLookupTotals, _Mapping]] = ..., hit_ratio: _Optional[float] = ..., hit_ratio_error: _Optional[float] = ..., evictions: _Optional[int] = ..., mean_wasted_slots: _Optional[float] = ...) -> None: ...
+    preemptions: int
+    mean_queue_time: _duration_pb2.Duration
+    def __init__(self, pool_slots: _Optional[int] = ..., page_size: _Optional[int] = ..., eviction_policy: _Optional[str] = ..., prefix: _Optional[_Union[PrefixLookupTotals, _Mapping]] = ..., hit_ratio: _Optional[float] = ..., hit_ratio_error: _Optional[float] = ..., evictions: _Optional[int] = ..., mean_wasted_slots: _Optional[float] = ..., preemptions: _Optional[int] = ..., mean_queue_time: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class PrefixLookupTotals(_message.Message):
     __slots__ = ("hit_tokens", "miss_cold_tokens", "miss_evicted_tokens", "unaligned_tokens")
@@ -746,23 +756,33 @@ class RunIntegrityCheckResponse(_message.Message):
     def __init__(self, violations: _Optional[_Iterable[_Union[IntegrityViolation, _Mapping]]] = ..., violations_total: _Optional[int] = ..., checked_pages: _Optional[int] = ..., checked_rows: _Optional[int] = ..., round_count: _Optional[int] = ..., engine_time: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., first_revision: _Optional[_Union[Revision, _Mapping]] = ..., last_revision: _Optional[_Union[Revision, _Mapping]] = ...) -> None: ...
 
 class RecordingFrame(_message.Message):
-    __slots__ = ("header", "snapshot", "events", "request", "end", "violation")
+    __slots__ = ("header", "snapshot", "events", "request", "end", "violation", "sequence", "steps", "gap", "sharers", "checksum")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     VIOLATION_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    GAP_FIELD_NUMBER: _ClassVar[int]
+    SHARERS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     header: RecordingHeader
     snapshot: SnapshotChunk
     events: PageEventBatch
     request: RequestRecord
     end: RecordingEnd
     violation: IntegrityViolation
-    def __init__(self, header: _Optional[_Union[RecordingHeader, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotChunk, _Mapping]] = ..., events: _Optional[_Union[PageEventBatch, _Mapping]] = ..., request: _Optional[_Union[RequestRecord, _Mapping]] = ..., end: _Optional[_Union[RecordingEnd, _Mapping]] = ..., violation: _Optional[_Union[IntegrityViolation, _Mapping]] = ...) -> None: ...
+    sequence: SequenceRecord
+    steps: StepBatch
+    gap: RecordingGap
+    sharers: PageSharers
+    checksum: int
+    def __init__(self, header: _Optional[_Union[RecordingHeader, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotChunk, _Mapping]] = ..., events: _Optional[_Union[PageEventBatch, _Mapping]] = ..., request: _Optional[_Union[RequestRecord, _Mapping]] = ..., end: _Optional[_Union[RecordingEnd, _Mapping]] = ..., violation: _Optional[_Union[IntegrityViolation, _Mapping]] = ..., sequence: _Optional[_Union[SequenceRecord, _Mapping]] = ..., steps: _Optional[_Union[StepBatch, _Mapping]] = ..., gap: _Optional[_Union[RecordingGap, _Mapping]] = ..., sharers: _Optional[_Union[PageSharers, _Mapping]] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class RecordingHeader(_message.Message):
-    __slots__ = ("format_version", "version", "model", "geometry", "revision", "start_time", "has_token_ids", "note")
+    __slots__ = ("format_version", "version", "model", "geometry", "revision", "start_time", "has_token_ids", "note", "scheduler", "recording_id", "token_granularity")
     FORMAT_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -771,6 +791,9 @@ class RecordingHeader(_message.Message):
     START_TIME_FIELD_NUMBER: _ClassVar[int]
     HAS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_FIELD_NUMBER: _ClassVar[int]
+    RECORDING_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_GRANULARITY_FIELD_NUMBER: _ClassVar[int]
     format_version: int
     version: str
     model: str
@@ -779,10 +802,33 @@ class RecordingHeader(_message.Message):
     start_time: _timestamp_pb2.Timestamp
     has_token_ids: bool
     note: str
-    def __init__(self, format_version: _Optional[int] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., geometry: _Optional[_Union[PoolGeometry, _Mapping]] = ..., revision: _Optional[_Union[Revision, _Mapping]] = ..., start_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., has_token_ids: bool = ..., note: _Optional[str] = ...) -> None: ...
+    scheduler: SchedulerLimits
+    recording_id: str
+    token_granularity: int
+    def __init__(self, format_version: _Optional[int] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., geometry: _Optional[_Union[PoolGeometry, _Mapping]] = ..., revision: _Optional[_Union[Revision, _Mapping]] = ..., start_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., has_token_ids: bool = ..., note: _Optional[str] = ..., scheduler: _Optional[_Union[SchedulerLimits, _Mapping]] = ..., recording_id: _Optional[str] = ..., token_granularity: _Optional[int] = ...) -> None: ...
+
+class SchedulerLimits(_message.Message):
+    __slots__ = ("max_running_sequences", "max_step_tokens", "max_context_tokens", "max_queued_requests", "max_chunk_tokens", "watermark_pages", "overlap", "prefix_cache")
+    MAX_RUNNING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WATERMARK_PAGES_FIELD_NUMBER: _ClassVar[int]
+    OVERLAP_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    max_running_sequences: int
+    max_step_tokens: int
+    max_context_tokens: int
+    max_queued_requests: int
+    max_chunk_tokens: int
+    watermark_pages: int
+    overlap: bool
+    prefix_cache: bool
+    def __init__(self, max_running_sequences: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., max_chunk_tokens: _Optional[int] = ..., watermark_pages: _Optional[int] = ..., overlap: bool = ..., prefix_cache: bool = ...) -> None: ...
 
 class RequestRecord(_message.Message):
-    __slots__ = ("time", "number", "request_id", "sample_count", "prompt_tokens", "max_tokens", "priority", "cache_read", "cache_write", "token_granularity", "fingerprints", "token_ids")
+    __slots__ = ("time", "number", "request_id", "sample_count", "prompt_tokens", "max_tokens", "priority", "cache_read", "cache_write", "token_granularity", "fingerprints", "token_ids", "sequence_id")
     TIME_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -795,6 +841,7 @@ class RequestRecord(_message.Message):
     TOKEN_GRANULARITY_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINTS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     time: _timestamp_pb2.Timestamp
     number: int
     request_id: str
@@ -807,16 +854,79 @@ class RequestRecord(_message.Message):
     token_granularity: int
     fingerprints: bytes
     token_ids: bytes
-    def __init__(self, time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., number: _Optional[int] = ..., request_id: _Optional[str] = ..., sample_count: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., cache_read: bool = ..., cache_write: bool = ..., token_granularity: _Optional[int] = ..., fingerprints: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+    sequence_id: int
+    def __init__(self, time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., number: _Optional[int] = ..., request_id: _Optional[str] = ..., sample_count: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., cache_read: bool = ..., cache_write: bool = ..., token_granularity: _Optional[int] = ..., fingerprints: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., sequence_id: _Optional[int] = ...) -> None: ...
+
+class SequenceRecord(_message.Message):
+    __slots__ = ("time", "number", "sequence_id", "completion_tokens", "preemptions", "finish_code", "prefix", "queue_us", "fingerprints", "token_ids")
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_CODE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    time: _timestamp_pb2.Timestamp
+    number: int
+    sequence_id: int
+    completion_tokens: int
+    preemptions: int
+    finish_code: int
+    prefix: _generation_pb2.PrefixLookup
+    queue_us: int
+    fingerprints: bytes
+    token_ids: bytes
+    def __init__(self, time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., number: _Optional[int] = ..., sequence_id: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., finish_code: _Optional[int] = ..., prefix: _Optional[_Union[_generation_pb2.PrefixLookup, _Mapping]] = ..., queue_us: _Optional[int] = ..., fingerprints: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+
+class StepBatch(_message.Message):
+    __slots__ = ("steps", "durations_us", "prefill_tokens", "decode_tokens", "context_tokens")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    DURATIONS_US_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    steps: bytes
+    durations_us: bytes
+    prefill_tokens: bytes
+    decode_tokens: bytes
+    context_tokens: bytes
+    def __init__(self, steps: _Optional[bytes] = ..., durations_us: _Optional[bytes] = ..., prefill_tokens: _Optional[bytes] = ..., decode_tokens: _Optional[bytes] = ..., context_tokens: _Optional[bytes] = ...) -> None: ...
+
+class RecordingGap(_message.Message):
+    __slots__ = ("after_number", "lost_events", "lost_records")
+    AFTER_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LOST_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    LOST_RECORDS_FIELD_NUMBER: _ClassVar[int]
+    after_number: int
+    lost_events: int
+    lost_records: int
+    def __init__(self, after_number: _Optional[int] = ..., lost_events: _Optional[int] = ..., lost_records: _Optional[int] = ...) -> None: ...
+
+class PageSharers(_message.Message):
+    __slots__ = ("page_ids", "owners")
+    PAGE_IDS_FIELD_NUMBER: _ClassVar[int]
+    OWNERS_FIELD_NUMBER: _ClassVar[int]
+    page_ids: bytes
+    owners: bytes
+    def __init__(self, page_ids: _Optional[bytes] = ..., owners: _Optional[bytes] = ...) -> None: ...
 
 class RecordingEnd(_message.Message):
-    __slots__ = ("revision", "event_count", "request_count", "cause")
+    __slots__ = ("revision", "event_count", "request_count", "cause", "sequence_count", "dropped_events", "state_digest")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     EVENT_COUNT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     revision: Revision
     event_count: int
     request_count: int
     cause: RecordingEndCause
-    def __init__(self, revision: _Optional[_Union[Revision, _Mapping]] = ..., event_count: _Optional[int] = ..., request_count: _Optional[int] = ..., cause: _Optional[_Union[RecordingEndCause, str]] = ...) -> None: ...
+    sequence_count: int
+    dropped_events: int
+    state_digest: bytes
+    def __init__(self, revision: _Optional[_Union[Revision, _Mapping]] = ..., event_count: _Optional[int] = ..., request_count: _Optional[int] = ..., cause: _Optional[_Union[RecordingEndCause, str]] = ..., sequence_count: _Optional[int] = ..., dropped_events: _Optional[int] = ..., state_digest: _Optional[bytes] = ...) -> None: ...

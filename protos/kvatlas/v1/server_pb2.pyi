@@ -414,20 +414,22 @@ class CaptureProfileResponse(_message.Message):
     def __init__(self, file_name: _Optional[str] = ...) -> None: ...
 
 class StartRecordingRequest(_message.Message):
-    __slots__ = ("worker_id", "lookback", "max_duration", "max_bytes", "include_token_ids", "note")
+    __slots__ = ("worker_id", "lookback", "max_duration", "max_bytes", "include_token_ids", "note", "rotate")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     LOOKBACK_FIELD_NUMBER: _ClassVar[int]
     MAX_DURATION_FIELD_NUMBER: _ClassVar[int]
     MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
+    ROTATE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     lookback: _duration_pb2.Duration
     max_duration: _duration_pb2.Duration
     max_bytes: int
     include_token_ids: bool
     note: str
-    def __init__(self, worker_id: _Optional[str] = ..., lookback: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., max_duration: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., max_bytes: _Optional[int] = ..., include_token_ids: bool = ..., note: _Optional[str] = ...) -> None: ...
+    rotate: bool
+    def __init__(self, worker_id: _Optional[str] = ..., lookback: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., max_duration: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., max_bytes: _Optional[int] = ..., include_token_ids: bool = ..., note: _Optional[str] = ..., rotate: bool = ...) -> None: ...
 
 class StartRecordingResponse(_message.Message):
     __slots__ = ("recording",)
@@ -436,7 +438,7 @@ class StartRecordingResponse(_message.Message):
     def __init__(self, recording: _Optional[_Union[RecordingInfo, _Mapping]] = ...) -> None: ...
 
 class RecordingInfo(_message.Message):
-    __slots__ = ("recording_id", "worker_id", "start_time", "duration", "byte_count", "event_count", "end_cause")
+    __slots__ = ("recording_id", "worker_id", "start_time", "duration", "byte_count", "event_count", "end_cause", "request_count", "dropped_events", "note", "message")
     RECORDING_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     START_TIME_FIELD_NUMBER: _ClassVar[int]
@@ -444,6 +446,10 @@ class RecordingInfo(_message.Message):
     BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
     EVENT_COUNT_FIELD_NUMBER: _ClassVar[int]
     END_CAUSE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
     recording_id: str
     worker_id: str
     start_time: _timestamp_pb2.Timestamp
@@ -451,7 +457,11 @@ class RecordingInfo(_message.Message):
     byte_count: int
     event_count: int
     end_cause: _cache_pb2.RecordingEndCause
-    def __init__(self, recording_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., start_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., duration: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., byte_count: _Optional[int] = ..., event_count: _Optional[int] = ..., end_cause: _Optional[_Union[_cache_pb2.RecordingEndCause, str]] = ...) -> None: ...
+    request_count: int
+    dropped_events: int
+    note: str
+    message: str
+    def __init__(self, recording_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., start_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., duration: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., byte_count: _Optional[int] = ..., event_count: _Optional[int] = ..., end_cause: _Optional[_Union[_cache_pb2.RecordingEndCause, str]] = ..., request_count: _Optional[int] = ..., dropped_events: _Optional[int] = ..., note: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class StopRecordingRequest(_message.Message):
     __slots__ = ("worker_id", "recording_id")
@@ -486,3 +496,15 @@ class GetRecordingResponse(_message.Message):
     data: bytes
     recording: RecordingInfo
     def __init__(self, first_byte: _Optional[int] = ..., data: _Optional[bytes] = ..., recording: _Optional[_Union[RecordingInfo, _Mapping]] = ...) -> None: ...
+
+class ListRecordingsRequest(_message.Message):
+    __slots__ = ("worker_id",)
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+
+class ListRecordingsResponse(_message.Message):
+    __slots__ = ("recordings",)
+    RECORDINGS_FIELD_NUMBER: _ClassVar[int]
+    recordings: _containers.RepeatedCompositeFieldContainer[RecordingInfo]
+    def __init__(self, recordings: _Optional[_Iterable[_Union[RecordingInfo, _Mapping]]] = ...) -> None: ...

@@ -342,6 +342,11 @@ class AdminServiceStub(object):
                 request_serializer=kvatlas_dot_v1_dot_server__pb2.GetRecordingRequest.SerializeToString,
                 response_deserializer=kvatlas_dot_v1_dot_server__pb2.GetRecordingResponse.FromString,
                 _registered_method=True)
+        self.ListRecordings = channel.unary_unary(
+                '/kvatlas.v1.AdminService/ListRecordings',
+                request_serializer=kvatlas_dot_v1_dot_server__pb2.ListRecordingsRequest.SerializeToString,
+                response_deserializer=kvatlas_dot_v1_dot_server__pb2.ListRecordingsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -428,6 +433,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRecordings(self, request, context):
+        """Recordings that are held, the newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -485,6 +497,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetRecording,
                     request_deserializer=kvatlas_dot_v1_dot_server__pb2.GetRecordingRequest.FromString,
                     response_serializer=kvatlas_dot_v1_dot_server__pb2.GetRecordingResponse.SerializeToString,
+            ),
+            'ListRecordings': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRecordings,
+                    request_deserializer=kvatlas_dot_v1_dot_server__pb2.ListRecordingsRequest.FromString,
+                    response_serializer=kvatlas_dot_v1_dot_server__pb2.ListRecordingsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -785,6 +802,33 @@ class AdminService(object):
             '/kvatlas.v1.AdminService/GetRecording',
             kvatlas_dot_v1_dot_server__pb2.GetRecordingRequest.SerializeToString,
             kvatlas_dot_v1_dot_server__pb2.GetRecordingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRecordings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvatlas.v1.AdminService/ListRecordings',
+            kvatlas_dot_v1_dot_server__pb2.ListRecordingsRequest.SerializeToString,
+            kvatlas_dot_v1_dot_server__pb2.ListRecordingsResponse.FromString,
             options,
             channel_credentials,
             insecure,

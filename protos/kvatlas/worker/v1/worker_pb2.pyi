@@ -390,7 +390,7 @@ class Heartbeat(_message.Message):
     def __init__(self, step: _Optional[int] = ..., load: _Optional[_Union[_server_pb2.WorkerLoad, _Mapping]] = ..., pool: _Optional[_Union[_cache_pb2.PoolStats, _Mapping]] = ..., revision: _Optional[_Union[_cache_pb2.Revision, _Mapping]] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("command_id", "timeout_ms", "snapshot", "replay", "page_table", "estimate", "flush", "pin", "list_pins", "start_recording", "stop_recording", "get_recording", "profile", "log_level", "cancel", "integrity", "check_integrity")
+    __slots__ = ("command_id", "timeout_ms", "snapshot", "replay", "page_table", "estimate", "flush", "pin", "list_pins", "start_recording", "stop_recording", "get_recording", "profile", "log_level", "cancel", "integrity", "check_integrity", "list_recordings")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
@@ -408,6 +408,7 @@ class Command(_message.Message):
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     INTEGRITY_FIELD_NUMBER: _ClassVar[int]
     CHECK_INTEGRITY_FIELD_NUMBER: _ClassVar[int]
+    LIST_RECORDINGS_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     timeout_ms: int
     snapshot: SnapshotRequest
@@ -425,7 +426,8 @@ class Command(_message.Message):
     cancel: CancelCommand
     integrity: _cache_pb2.GetIntegrityRequest
     check_integrity: _cache_pb2.RunIntegrityCheckRequest
-    def __init__(self, command_id: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., snapshot: _Optional[_Union[SnapshotRequest, _Mapping]] = ..., replay: _Optional[_Union[ReplayRequest, _Mapping]] = ..., page_table: _Optional[_Union[_cache_pb2.GetPageTableRequest, _Mapping]] = ..., estimate: _Optional[_Union[_cache_pb2.EstimateCacheRequest, _Mapping]] = ..., flush: _Optional[_Union[_server_pb2.FlushPrefixCacheRequest, _Mapping]] = ..., pin: _Optional[_Union[PinPrefix, _Mapping]] = ..., list_pins: _Optional[_Union[_server_pb2.ListPinnedPrefixesRequest, _Mapping]] = ..., start_recording: _Optional[_Union[_server_pb2.StartRecordingRequest, _Mapping]] = ..., stop_recording: _Optional[_Union[_server_pb2.StopRecordingRequest, _Mapping]] = ..., get_recording: _Optional[_Union[_server_pb2.GetRecordingRequest, _Mapping]] = ..., profile: _Optional[_Union[_server_pb2.CaptureProfileRequest, _Mapping]] = ..., log_level: _Optional[_Union[_server_pb2.SetLogLevelRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ..., integrity: _Optional[_Union[_cache_pb2.GetIntegrityRequest, _Mapping]] = ..., check_integrity: _Optional[_Union[_cache_pb2.RunIntegrityCheckRequest, _Mapping]] = ...) -> None: ...
+    list_recordings: _server_pb2.ListRecordingsRequest
+    def __init__(self, command_id: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., snapshot: _Optional[_Union[SnapshotRequest, _Mapping]] = ..., replay: _Optional[_Union[ReplayRequest, _Mapping]] = ..., page_table: _Optional[_Union[_cache_pb2.GetPageTableRequest, _Mapping]] = ..., estimate: _Optional[_Union[_cache_pb2.EstimateCacheRequest, _Mapping]] = ..., flush: _Optional[_Union[_server_pb2.FlushPrefixCacheRequest, _Mapping]] = ..., pin: _Optional[_Union[PinPrefix, _Mapping]] = ..., list_pins: _Optional[_Union[_server_pb2.ListPinnedPrefixesRequest, _Mapping]] = ..., start_recording: _Optional[_Union[_server_pb2.StartRecordingRequest, _Mapping]] = ..., stop_recording: _Optional[_Union[_server_pb2.StopRecordingRequest, _Mapping]] = ..., get_recording: _Optional[_Union[_server_pb2.GetRecordingRequest, _Mapping]] = ..., profile: _Optional[_Union[_server_pb2.CaptureProfileRequest, _Mapping]] = ..., log_level: _Optional[_Union[_server_pb2.SetLogLevelRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ..., integrity: _Optional[_Union[_cache_pb2.GetIntegrityRequest, _Mapping]] = ..., check_integrity: _Optional[_Union[_cache_pb2.RunIntegrityCheckRequest, _Mapping]] = ..., list_recordings: _Optional[_Union[_server_pb2.ListRecordingsRequest, _Mapping]] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
     __slots__ = ()
@@ -458,7 +460,7 @@ class CancelCommand(_message.Message):
     def __init__(self, command_id: _Optional[int] = ...) -> None: ...
 
 class CommandReply(_message.Message):
-    __slots__ = ("command_id", "more", "code", "error_reason", "message", "snapshot", "events", "page_table", "estimate", "flush", "pin", "pins", "start_recording", "stop_recording", "get_recording", "profile", "log_level", "integrity", "check_integrity")
+    __slots__ = ("command_id", "more", "code", "error_reason", "message", "snapshot", "events", "page_table", "estimate", "flush", "pin", "pins", "start_recording", "stop_recording", "get_recording", "profile", "log_level", "integrity", "check_integrity", "list_recordings")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
@@ -478,6 +480,7 @@ class CommandReply(_message.Message):
     LOG_LEVEL_FIELD_NUMBER: _ClassVar[int]
     INTEGRITY_FIELD_NUMBER: _ClassVar[int]
     CHECK_INTEGRITY_FIELD_NUMBER: _ClassVar[int]
+    LIST_RECORDINGS_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     more: bool
     code: int
@@ -497,7 +500,8 @@ class CommandReply(_message.Message):
     log_level: _server_pb2.SetLogLevelResponse
     integrity: _cache_pb2.GetIntegrityResponse
     check_integrity: _cache_pb2.RunIntegrityCheckResponse
-    def __init__(self, command_id: _Optional[int] = ..., more: bool = ..., code: _Optional[int] = ..., error_reason: _Optional[_Union[_errors_pb2.ErrorReason, str]] = ..., message: _Optional[str] = ..., snapshot: _Optional[_Union[SnapshotReply, _Mapping]] = ..., events: _Optional[_Union[_cache_pb2.PageEventBatch, _Mapping]] = ..., page_table: _Optional[_Union[_cache_pb2.GetPageTableResponse, _Mapping]] = ..., estimate: _Optional[_Union[_cache_pb2.EstimateCacheResponse, _Mapping]] = ..., flush: _Optional[_Union[_server_pb2.FlushPrefixCacheResponse, _Mapping]] = ..., pin: _Optional[_Union[_server_pb2.PinnedPrefix, _Mapping]] = ..., pins: _Optional[_Union[_server_pb2.ListPinnedPrefixesResponse, _Mapping]] = ..., start_recording: _Optional[_Union[_server_pb2.StartRecordingResponse, _Mapping]] = ..., stop_recording: _Optional[_Union[_server_pb2.StopRecordingResponse, _Mapping]] = ..., get_recording: _Optional[_Union[_server_pb2.GetRecordingResponse, _Mapping]] = ..., profile: _Optional[_Union[_server_pb2.CaptureProfileResponse, _Mapping]] = ..., log_level: _Optional[_Union[_server_pb2.SetLogLevelResponse, _Mapping]] = ..., integrity: _Optional[_Union[_cache_pb2.GetIntegrityResponse, _Mapping]] = ..., check_integrity: _Optional[_Union[_cache_pb2.RunIntegrityCheckResponse, _Mapping]] = ...) -> None: ...
+    list_recordings: _server_pb2.ListRecordingsResponse
+    def __init__(self, command_id: _Optional[int] = ..., more: bool = ..., code: _Optional[int] = ..., error_reason: _Optional[_Union[_errors_pb2.ErrorReason, str]] = ..., message: _Optional[str] = ..., snapshot: _Optional[_Union[SnapshotReply, _Mapping]] = ..., events: _Optional[_Union[_cache_pb2.PageEventBatch, _Mapping]] = ..., page_table: _Optional[_Union[_cache_pb2.GetPageTableResponse, _Mapping]] = ..., estimate: _Optional[_Union[_cache_pb2.EstimateCacheResponse, _Mapping]] = ..., flush: _Optional[_Union[_server_pb2.FlushPrefixCacheResponse, _Mapping]] = ..., pin: _Optional[_Union[_server_pb2.PinnedPrefix, _Mapping]] = ..., pins: _Optional[_Union[_server_pb2.ListPinnedPrefixesResponse, _Mapping]] = ..., start_recording: _Optional[_Union[_server_pb2.StartRecordingResponse, _Mapping]] = ..., stop_recording: _Optional[_Union[_server_pb2.StopRecordingResponse, _Mapping]] = ..., get_recording: _Optional[_Union[_server_pb2.GetRecordingResponse, _Mapping]] = ..., profile: _Optional[_Union[_server_pb2.CaptureProfileResponse, _Mapping]] = ..., log_level: _Optional[_Union[_server_pb2.SetLogLevelResponse, _Mapping]] = ..., integrity: _Optional[_Union[_cache_pb2.GetIntegrityResponse, _Mapping]] = ..., check_integrity: _Optional[_Union[_cache_pb2.RunIntegrityCheckResponse, _Mapping]] = ..., list_recordings: _Optional[_Union[_server_pb2.ListRecordingsResponse, _Mapping]] = ...) -> None: ...
 
 class SnapshotReply(_message.Message):
     __slots__ = ("revision", "chunk", "stats")
