@@ -35,10 +35,10 @@ def read_slots(pool: Tensor, slots: Tensor, scale: float) -> Tensor:
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows as e4m3, each with the scale that uses the whole range: ([n, width], fp32 [n, 1]).
 
-    A row of zeros gets the scale 1. x [n, width].
+    A row of zeros gets the scale 1, one with a NaN the scale NaN. x [n, width].
     """
     largest = x.abs().amax(dim=-1, keepdim=True).float()
-    scale = torch.where(largest > 0, largest / LARGEST, 1.0)
+    scale = torch.where(largest == 0, 1.0, largest / LARGEST)
     return to_fp8(x, scale), scale
 
 

@@ -27,6 +27,14 @@ class WorkerConfig:
     device: str = option("cpu", "device of the torch runner", choices=("cpu", "cuda"))
     attention_backend: str = option("auto", "attention: a backend's name, or auto")
     dtype: str = option("auto", "element type of weights and KV", choices=("auto", "fp32", "bf16"))
+    weight_dtype: str = option(
+        "auto",
+        "element type of the layers' weights: that of dtype, or fp8 with a scale for each output",
+        choices=("auto", "fp8"),
+    )
+    kv_dtype: str = option(
+        "auto", "element type of pages: that of dtype, or fp8 with scales by layer", choices=("auto", "fp8")
+    )
     cpu_precision: str = option(
         "exact",
         "products of quantised weights on the CPU: exact, or fast with activations in 16 bits",

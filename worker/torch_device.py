@@ -7,6 +7,7 @@ runs is worker.execution's.
 import logging
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from math import prod
@@ -18,9 +19,11 @@ import torch
 from kernels.backend import AttentionBackend
 from kernels.cpu.library import cpu_library
 from kernels.cpu_backend import CpuBackend
+from kernels.fp8 import E4M3
 from kernels.reference import ReferenceBackend
 from kvatlas.models.files import ModelFiles
 from kvatlas.models.resolve import resolve_model
+from worker.attention_choice import Choice, choose, look_around
 from worker.config import ConfigError, WorkerConfig
 from worker.description import ModelDescription
 from worker.devices import DeviceFacts, describe
@@ -30,12 +33,15 @@ from worker.execution.runner import Runner
 from worker.execution.torch_runner import RunnerConfig, TorchRunner
 from worker.log import log_event
 from worker.model.config import ModelConfig
+from worker.model.layers import torch_linear
 from worker.model.llama import Model
 from worker.model.parameters import parameter_shapes
+from worker.model.quantized import LEAST_CAPABILITY, fp8_linear
+from worker.model.quantized_kv import measure_kv_scales
 from worker.model.source import load_model, read_config
 
 MAX_AUTOMATIC_CPU_BYTES = 4 << 30  # a pool on the CPU takes memory from everybody on the machine
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": E4M3}
 logger = logging.getLogger("worker.device")
 
 
@@ -48,21 +54,26 @@ class TorchDevice:
             raise ConfigError("deterministic: no backend of this release promises it")
         files = resolve_model(config.model)
         model, device, dtype = read_config(files), _device(config), _dtype(config)
+        kv_dtype = _kv_dtype(config, dtype)
+        _check_weight_dtype(config, device, dtype)
+        choice = choose(config, model, look_around(config, model, device, kv_dtype))
         num_parameters = sum(prod(shape) for shape in parameter_shapes(model).values())
-        page_bytes = _page_bytes(model, config.page_size, dtype)
+        page_bytes = _page_bytes(model, config.page_size, kv_dtype)
+        if choice.name == "paged_cuda":
+            page_bytes *= 2  # its own layout beside the pool's
         description = describe(files, model.usable_context, model.vocab_size)
         return DeviceFacts(
             model=_completed(description, model, dtype, num_parameters),
-            automatic_pages=_automatic_pages(config, device, num_parameters * dtype.itemsize, page_bytes),
+            automatic_pages=_automatic_pages(config, device, _model_bytes(config, model, dtype), page_bytes),
             page_bytes=page_bytes,
             layer_count=model.num_layers,
             kv_head_count=model.num_kv_heads,
             head_dim=model.head_dim,
-            dtype=_name(dtype),
+            dtype=_name(kv_dtype),
             device=str(device),
             device_name=_device_name(device),
             device_memory_bytes=_total_bytes(device),
-            attention_backend=_backend_name(config, device),
+            attention_backend=choice.label,
             versions=_versions(),
         )
 
@@ -71,10 +82,11 @@ class TorchDevice:
         if config.device == "cpu":
             torch.set_num_threads(config.threads or os.cpu_count() or 1)
         files, device, dtype = resolve_model(config.model), _device(config), _dtype(config)
-        name = _backend_name(config, device)
-        model = _load(files, config, device, dtype, is_fast_cpu=name == "cpu")
+        kv_dtype = _kv_dtype(config, dtype)
+        choice = choose(config, read_config(files), look_around(config, read_config(files), device, kv_dtype))
+        model = _load(files, config, device, dtype, is_fast_cpu=choice.name == "cpu")
         shape = model.config
-        backend = _backend(name, shape, config.max_context)
+        backend = _backend(choice, shape, config, device, kv_dtype)
         runner_config = RunnerConfig(
             max_running=config.max_running,
             max_context=config.max_context,
@@ -85,8 +97,9 @@ class TorchDevice:
             head_dim=shape.head_dim,
             vocab_size=shape.vocab_size,
             attention_scale=shape.attention_scale,
-            kv_dtype=dtype,
+            kv_dtype=kv_dtype,
             poison=config.debug_poison,
+            kv_scales=measure_kv_scales(model, device) if kv_dtype == E4M3 else (),
         )
         log_event(
             logger,
@@ -95,12 +108,21 @@ class TorchDevice:
             model=files.model_id,
             device=device,
             dtype=_name(dtype),
-            backend=backend.name,
+            weight_dtype=config.weight_dtype,
+            kv_dtype=_name(kv_dtype),
+            backend=choice.label,
+            because=choice.reason,
         )
-        if device.type == "cuda" and backend.name == "triton":
-            runner = import_module("worker.execution.cuda_runner").CudaRunner
-            return cast(Runner, runner(model, backend, runner_config, device))
-        return TorchRunner(model, backend, runner_config, device)
+        return _runner(choice, model, backend, runner_config, device)
+
+
+def _runner(
+    choice: Choice, model: Model, backend: AttentionBackend, config: RunnerConfig, device: torch.device
+) -> Runner:
+    if device.type == "cuda" and choice.name in ("triton", "flashinfer"):
+        runner = import_module("worker.execution.cuda_runner").CudaRunner
+        return cast(Runner, runner(model, backend, config, device))
+    return TorchRunner(model, backend, config, device)
 
 
 def _load(
@@ -108,7 +130,15 @@ def _load(
 ) -> Model:
     library = cpu_library() if is_fast_cpu and dtype == torch.float32 else None
     if library is None:
-        return load_model(files, device=device, dtype=dtype, max_context=config.max_context, seed=config.seed)
+        linear = fp8_linear if config.weight_dtype == "fp8" else torch_linear
+        return load_model(
+            files,
+            device=device,
+            dtype=dtype,
+            max_context=config.max_context,
+            linear_factory=linear,
+            seed=config.seed,
+        )
     library.use_precision("fast" if config.cpu_precision == "fast" else "exact")
     parts = cpu_parts(library)
     return load_model(
@@ -123,23 +153,47 @@ def _load(
     )
 
 
-def _backend(name: str, shape: ModelConfig, max_context: int) -> AttentionBackend:
-    if name == "reference":
-        return ReferenceBackend()
-    if name == "cpu":
-        return CpuBackend()
-    if name == "triton":
-        backend = import_module("kernels.triton_backend").TritonBackend
-        return cast(
-            AttentionBackend, backend(shape.num_heads, shape.num_kv_heads, shape.head_dim, max_context)
-        )
-    raise ConfigError(f"attention_backend: {name!r} is none of auto, cpu, reference, triton")
+def _backend(
+    choice: Choice, shape: ModelConfig, config: WorkerConfig, device: torch.device, kv_dtype: torch.dtype
+) -> AttentionBackend:
+    """The chosen one, made. Raises ConfigError with what its maker says."""
+    heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    makers: dict[str, Callable[[], AttentionBackend]] = {
+        "reference": ReferenceBackend,
+        "cpu": CpuBackend,
+        "triton": lambda: _triton(heads, config),
+        "flashinfer": lambda: _flashinfer(choice, heads, config, device, kv_dtype),
+        "paged_cuda": lambda: _paged_cuda(heads, config, device, kv_dtype),
+    }
+    try:
+        return makers[choice.name]()
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"attention_backend: {choice.name}: {error}") from error
 
 
-def _backend_name(config: WorkerConfig, device: torch.device) -> str:
-    if config.attention_backend != "auto":
-        return config.attention_backend
-    return "triton" if device.type == "cuda" else "cpu"
+def _triton(heads: tuple[int, int, int], config: WorkerConfig) -> AttentionBackend:
+    backend = import_module("kernels.triton_backend").TritonBackend
+    return cast(AttentionBackend, backend(*heads, config.max_context))
+
+
+def _flashinfer(
+    choice: Choice,
+    heads: tuple[int, int, int],
+    config: WorkerConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> AttentionBackend:
+    backend = import_module("kernels.flashinfer_backend").FlashInferBackend
+    decode = _triton(heads, config) if choice.decode else None
+    made = backend(*heads, page_size=config.page_size, dtype=dtype, device=device, decode=decode)
+    return cast(AttentionBackend, made)
+
+
+def _paged_cuda(
+    heads: tuple[int, int, int], config: WorkerConfig, device: torch.device, dtype: torch.dtype
+) -> AttentionBackend:
+    backend = import_module("kernels.paged_cuda.backend").PagedCudaBackend
+    return cast(AttentionBackend, backend(*heads, page_size=config.page_size, dtype=dtype, device=device))
 
 
 def _device(config: WorkerConfig) -> torch.device:
@@ -152,6 +206,30 @@ def _dtype(config: WorkerConfig) -> torch.dtype:
     if config.dtype == "auto":
         return torch.bfloat16 if config.device == "cuda" else torch.float32
     return DTYPES[config.dtype]
+
+
+def _kv_dtype(config: WorkerConfig, dtype: torch.dtype) -> torch.dtype:
+    return E4M3 if config.kv_dtype == "fp8" else dtype
+
+
+def _check_weight_dtype(config: WorkerConfig, device: torch.device, dtype: torch.dtype) -> None:
+    if config.weight_dtype != "fp8":
+        return
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        needed = ".".join(map(str, LEAST_CAPABILITY))
+        raise ConfigError(f"weight_dtype: fp8 products need a CUDA device of capability {needed} or more")
+    if dtype != torch.bfloat16:
+        raise ConfigError("weight_dtype: fp8 goes with dtype bf16")
+
+
+def _model_bytes(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    """Of the loaded model: matrices of layers as weight_dtype says, all else as dtype says."""
+    total = 0
+    for name, shape in parameter_shapes(model).items():
+        is_layer_matrix = len(shape) == 2 and name.startswith("model.layers.")
+        size = 1 if is_layer_matrix and config.weight_dtype == "fp8" else dtype.itemsize
+        total += prod(shape) * size
+    return total
 
 
 def _name(dtype: torch.dtype) -> str:

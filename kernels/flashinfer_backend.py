@@ -1,0 +1,166 @@
+"""The backend `flashinfer`: prefill by FlashInfer (FlashAttention-3 on Hopper), decode by it or by another.
+
+FlashInfer plans on the host: each step, lengths become a schedule that is copied to the device before the
+first layer (kernels/flashinfer_plans.py). Page numbers are read from the page table on the device. Imported
+only where it is asked for or known to be there.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.backend import GraphBackend, StaticDecode
+from kernels.batch import KvLayer, PagedBatch
+from kernels.flashinfer_decode import FlashInferStaticDecode
+from kernels.flashinfer_plans import Planner
+from kernels.page_indices import page_indices
+from kernels.store_kv import store_kv
+
+HEAD_DIMS = (64, 128, 256)
+_INT32 = torch.int32
+
+
+class FlashInferBackend:
+    """A GraphBackend. K and V stay where they lie: [num_pages, page_size, num_kv_heads, head_dim] views."""
+
+    name = "flashinfer"
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        decode: GraphBackend | None = None,
+        library: Any = None,
+    ) -> None:
+        """`decode`: whose decode attention to use; none: FlashInfer's. `library`: the flashinfer module.
+
+        Raises ValueError for shapes that FlashInfer does not have.
+        """
+        check_shape(head_dim, dtype, device)
+        self._planner = Planner(
+            library or import_module("flashinfer"),
+            (num_heads, num_kv_heads, head_dim),
+            page_size,
+            dtype,
+            device,
+        )
+        self._decode_maker = decode
+        if decode is not None:
+            self.name = f"flashinfer+{decode.name}"
+        self._prefill = self._planner.prefill_wrapper()
+        self._decode: StaticDecode | None = None  # of mixed steps, for the page table last seen
+        self._decode_table: Tensor | None = None
+        self._capacity = 0  # spans that its buffers hold
+        self._batch: PagedBatch | None = None
+        self._has_prefill = False
+
+    def plan(self, batch: PagedBatch) -> None:
+        """Schedules both parts of the step; page numbers on the device."""
+        self._batch = batch
+        count = batch.num_decode
+        if count:
+            decode = self._decode_for(batch.page_table, count)
+            decode.prepare(count, batch.kv_lens_host[:count])
+            decode.begin(batch.rows[:count], batch.kv_lens[:count])
+        self._has_prefill = len(batch.q_lens_host) > count
+        if self._has_prefill:
+            self._plan_prefill(batch)
+
+    def run(self, kv: KvLayer, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+        """Stores, then attends."""
+        assert self._batch is not None, "run before plan"
+        store_kv(kv, self._batch.write_slots, k, v)
+        return self.attend(kv, q.contiguous(), scale=scale)
+
+    def attend(self, kv: KvLayer, q: Tensor, *, scale: float) -> Tensor:
+        """Attends to what is stored: decode spans first, as the batch is ordered."""
+        batch = self._batch
+        assert batch is not None, "attend before plan"
+        count = batch.num_decode
+        if not self._has_prefill:
+            assert self._decode is not None, "a batch without spans"
+            return self._decode.attend(kv, q, scale=scale)
+        out = torch.empty_like(q)
+        self._prefill.run(q[count:], self._planner.pages(kv), q_scale=scale, out=out[count:])
+        if count:
+            assert self._decode is not None, "planned above"
+            out[:count] = self._decode.attend(kv, q[:count], scale=scale)
+        return out
+
+    def static_decode(self, page_table: Tensor, max_batch: int) -> StaticDecode:
+        """See kernels.backend.GraphBackend."""
+        if self._decode_maker is not None:
+            return self._decode_maker.static_decode(page_table, max_batch)
+        return FlashInferStaticDecode(self._planner, page_table, max_batch, is_captured=True)
+
+    def _decode_for(self, page_table: Tensor, count: int) -> StaticDecode:
+        """Decode attention of mixed steps. Batches past the largest so far get buffers of twice the size."""
+        if self._decode is None or self._decode_table is not page_table or count > self._capacity:
+            self._capacity = max(16, 1 << (count - 1).bit_length())
+            self._decode_table = page_table
+            if self._decode_maker is not None:
+                self._decode = self._decode_maker.static_decode(page_table, self._capacity)
+            else:
+                self._decode = FlashInferStaticDecode(
+                    self._planner, page_table, self._capacity, is_captured=False
+                )
+        return self._decode
+
+    def _plan_prefill(self, batch: PagedBatch) -> None:
+        planner, first = self._planner, batch.num_decode
+        kv_lens, q_lens = batch.kv_lens_host[first:], batch.q_lens_host[first:]
+        q_indptr = torch.tensor([0, *accumulate(q_lens)], dtype=_INT32)
+        indptr, last_page = planner.page_columns(kv_lens)
+        indices = torch.empty(int(indptr[-1]), dtype=_INT32, device=planner.device)
+        rows = batch.rows[first:]
+        page_indices(batch.page_table, rows, planner.to_device(indptr), indices, planner.page_size)
+        with planner.plans.piece() as piece:
+            self._prefill._pin_memory_int_workspace_buffer = piece
+            self._prefill.plan(
+                q_indptr,
+                indptr,
+                indices,
+                last_page,
+                *planner.shape,
+                planner.page_size,
+                causal=True,
+                sm_scale=1.0,
+                q_data_type=planner.dtype,
+                kv_data_type=planner.dtype,
+            )
+
+
+def check_shape(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ValueError that names what FlashInfer cannot do here, and what it can."""
+    if device.type != "cuda":
+        raise ValueError(f"flashinfer needs a CUDA device, not {device}")
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim {head_dim}: flashinfer exists for {HEAD_DIMS}")
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"{dtype}: flashinfer is used with bfloat16 and float16 pages")
+
+
+def is_installed() -> bool:
+    """Whether the package is there; imports nothing."""
+    return find_spec("flashinfer") is not None
+
+
+def has_kernels(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether FlashInfer's kernels for this shape are compiled already; compiles nothing.
+
+    Compiling them takes a minute or two of nvcc.
+    """
+    modules = import_module("flashinfer.jit.attention.modules")
+    major, _ = torch.cuda.get_device_capability(device)
+    kinds = ("fa2", "fa3") if major == 9 else ("fa2",)  # decode, prefill
+    shape = (dtype, dtype, dtype, _INT32, head_dim, head_dim, 0, False, False, False)
+    return all(bool(modules.gen_batch_prefill_module(kind, *shape).is_compiled) for kind in kinds)

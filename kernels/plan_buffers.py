@@ -1,0 +1,51 @@
+"""Pinned host memory for plans that a library copies to the device by itself, a piece for each in flight.
+
+A plan function writes a schedule into pinned memory, queues its copy and returns. If the next plan wrote the
+same memory before the copy has run, the device would get half of each (H9). So pieces are taken in turn, and
+one is handed out again only when the copy out of it is over. Owns the memory and the events.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Event(Protocol):
+    """Of torch.cuda.Event, what is used."""
+
+    def record(self) -> None:
+        """Marks this moment of the current stream."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits until the stream has come that far; at once when nothing was recorded."""
+        ...
+
+
+class PlanBuffers:
+    """`count` pieces of `num_bytes` each, handed out in turn."""
+
+    def __init__(self, count: int, num_bytes: int, new_event: Callable[[], Event]) -> None:
+        is_pinned = torch.cuda.is_available()
+        self._pieces = [
+            (torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_pinned), new_event())
+            for _ in range(count)
+        ]
+        self._turn = 0
+
+    @contextmanager
+    def piece(self) -> Iterator[Tensor]:
+        """uint8 [num_bytes]: whoever plans queues its copy before the block ends.
+
+        Waits only where `count` plans are queued behind a busy device.
+        """
+        buffer, event = self._pieces[self._turn]
+        self._turn = (self._turn + 1) % len(self._pieces)
+        event.synchronize()
+        try:
+            yield buffer
+        finally:
+            event.record()
