@@ -197,3 +197,33 @@ class EventRing:
             times_us=self._times[at:end] + self._times[:rest],
             tokens=self._tokens[at:end] + self._tokens[:rest] if with_tokens else (),
         )
+
+
+class NoEvents(EventRing):
+    """For a pool that nobody watches: events are numbered, and that is all. A third of a pool's cost less."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity=1)
+
+    def append(
+        self,
+        kind: int,
+        page: int,
+        owner: int,
+        refs: int,
+        other: int = NO_PAGE,
+        tag: int = 0,
+        tokens: bytes | None = None,
+    ) -> None:
+        """Counts it."""
+        self._number += 1
+
+    def extend(
+        self, kind: int, pages: "array[int]", owners: "array[int]", refs: "array[int]", tag: int = 0
+    ) -> None:
+        """Counts them."""
+        self._number += len(pages)
+
+    def read(self, after_number: int, limit: int = 65_536, with_tokens: bool = False) -> EventColumns | None:
+        """Nothing was kept: None, as for a reader that lagged."""
+        return None

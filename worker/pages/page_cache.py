@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from worker.pages.events import EventRing
+from worker.pages.events import EventRing, NoEvents
 from worker.pages.eviction import POLICIES
 from worker.pages.fingerprint import Fingerprinter
 from worker.pages.pool import PagePool
@@ -26,7 +26,7 @@ class CacheConfig:
     eviction_policy: str = "lru"  # a name of eviction.POLICIES
     sharing: bool = True  # False: the naive strategy, no prefix is ever found
     fingerprint_key: bytes = b""
-    event_capacity: int = 65_536
+    event_capacity: int = 65_536  # 0: nobody watches, events are not kept
     max_remembered: int = 262_144  # evicted pages whose loss can still be told from a cold miss
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class PageCache:
 
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
-        self.events = EventRing(config.event_capacity)
+        self.events = EventRing(config.event_capacity) if config.event_capacity else NoEvents()
         self.pool = PagePool(config.num_pages, config.page_size, self.events)
         self._policy = POLICIES[config.eviction_policy](config.num_pages)
         self._index: PrefixIndex = NoSharing()

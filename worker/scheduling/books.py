@@ -5,6 +5,7 @@ exactly once, when no step in flight contains it any more (H3, H6). Decides noth
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from worker.ids import Owner, Row, SequenceId
@@ -19,6 +20,7 @@ from worker.scheduling.settings import SchedulerConfig
 from worker.scheduling.step import Step
 from worker.scheduling.timers import Timers
 from worker.stats import SequenceState, WaitReason
+from worker.traffic import Arrival, Departure
 
 
 @dataclass(slots=True)
@@ -80,6 +82,7 @@ class Books:
         self.num_running_requests = 0
         self.uncached_tokens = 0  # of the requests that were not admitted yet
         self.repointed: list[tuple[Sequence, int]] = []  # page indexes to be written to their rows again
+        self.tell: Callable[[Arrival | Departure], object] | None = None  # requests that come and end
         # For observers: from which page on a sequence changed, and who is gone.
         self.is_observed = False  # nothing is kept for nobody
         self.changed: dict[Sequence, int] = {}
@@ -209,6 +212,8 @@ class Books:
         if self.is_observed:
             self.ended_ids.append(sequence.id)
             self.changed.pop(sequence, None)
+        if self.tell is not None:
+            self.tell(self._departure(sequence, code))
         request.num_live -= 1
         bill = None
         if not request.num_live:
@@ -217,6 +222,29 @@ class Books:
         if not silent:
             end = SequenceEnd(sequence.id, code, sequence.num_output, bill, failure, message)
             self.outbox.add_end(request.spec.source, end, with_token)
+
+    def _departure(self, sequence: Sequence, code: FinishCode) -> Departure:
+        request, events = sequence.request, self.cache.events
+        prefix = request.prefix
+        waited = 0.0 if request.admit_time is None else request.admit_time - request.arrival
+        return Departure(
+            time_us=events.time_us,
+            number=events.number,
+            first_id=request.spec.sequence_id,
+            sequence_id=sequence.id,
+            token_ids=sequence.tokens,
+            finish_code=code,
+            preemptions=sequence.preemptions,
+            prefix=None
+            if prefix is None
+            else (
+                prefix.hit_tokens,
+                prefix.miss_cold_tokens,
+                prefix.miss_evicted_tokens,
+                prefix.unaligned_tokens,
+            ),
+            queue_us=int(waited * 1e6),
+        )
 
     def is_queued(self, sequence: Sequence) -> bool:
         """Whether the queue has an entry for it: samples that were not admitted share one."""

@@ -41,6 +41,7 @@ from worker.scheduling.settings import SchedulerConfig
 from worker.scheduling.step import Step, StepResult
 from worker.scheduling.timers import TimerKind
 from worker.stats import EngineCounts, SequenceView
+from worker.traffic import Arrival, Departure
 
 _ENDS = {
     TimerKind.DEADLINE: FinishCode.TIMED_OUT,
@@ -90,6 +91,8 @@ class Scheduler:
         request.uncached_tokens = first.num_prompt - len(hit_pages) * self.config.page_size
         books.uncached_tokens += request.uncached_tokens
         self._set_timers(spec, first.rank[1])
+        if books.tell is not None:
+            books.tell(self._arrival(first, now))
         self._stalled = False
         return AddOutcome(
             AddStatus.ACCEPTED,
@@ -97,6 +100,24 @@ class Scheduler:
             estimated_wait_seconds=self._admission.estimated_wait(position),
             needed_pages=self._admission.most_pages(spec),
             total_pages=self.config.cache.num_pages,
+        )
+
+    def _arrival(self, first: Sequence, now: float) -> Arrival:
+        spec = first.request.spec
+        return Arrival(
+            time_us=max(0, int((now - self.config.start_time) * 1e6)),
+            number=self._books.cache.events.number,
+            sequence_id=first.id,
+            request_id=spec.request_id,
+            token_ids=[*spec.prompt_token_ids, *spec.resume_token_ids]
+            if spec.resume_token_ids
+            else spec.prompt_token_ids,
+            sample_count=spec.sample_count,
+            max_tokens=spec.params.max_tokens - len(spec.resume_token_ids),
+            priority=spec.priority,
+            cache_read=spec.cache_read and spec.params.prompt_logprobs is None,
+            cache_write=spec.cache_write,
+            cache_salt=spec.cache_salt,
         )
 
     def _set_timers(self, spec: RequestSpec, key: int) -> None:
@@ -249,6 +270,10 @@ class Scheduler:
         return self._pins.all()
 
     # Observers.
+    def tell_traffic(self, tell: Callable[[Arrival | Departure], object]) -> None:
+        """From now on ``tell`` gets each request that is accepted and each sequence that ends."""
+        self._books.tell = tell
+
     @property
     def cache(self) -> PageCache:
         """The pages; its ``events`` may be read from any thread."""

@@ -1,0 +1,107 @@
+"""What a simulation counts. Plain numbers; owns no clock."""
+
+from dataclasses import dataclass, field
+
+from worker.scheduling.output import SequenceStart
+from worker.scheduling.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is tried."""
+
+    num_pages: int  # without the dummy page
+    page_size: int
+    policy: str
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the pool holds."""
+        return self.num_pages * self.page_size
+
+
+@dataclass(slots=True)
+class Counts:
+    """What came of a setting, from the moment on at which its warm-up was over."""
+
+    setting: Setting
+    resolution: int = 1  # tokens of one unit of the scheduler's counts
+    num_requests: int = 0  # admitted
+    num_refused: int = 0  # could never fit this pool, or found the queue full
+    hit_tokens: int = 0
+    miss_cold_tokens: int = 0
+    miss_evicted_tokens: int = 0
+    unaligned_tokens: int = 0
+    evictions: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    prompt_tokens_computed: int = 0
+    output_tokens: int = 0
+    num_steps: int = 0
+    seconds: float = 0.0  # of virtual time
+    queue_seconds: list[float] = field(default_factory=list)  # of each request admitted
+    wasted_slot_seconds: float = 0.0
+    active_page_seconds: float = 0.0
+    _before: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
+
+    @property
+    def looked_up_tokens(self) -> int:
+        """Prompt tokens of all look-ups."""
+        return self.hit_tokens + self.miss_cold_tokens + self.miss_evicted_tokens + self.unaligned_tokens
+
+    @property
+    def hit_ratio(self) -> float:
+        """Share of looked-up tokens that were found, 0..1."""
+        return self.hit_tokens / self.looked_up_tokens if self.looked_up_tokens else 0.0
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the slots of active pages that hold no token, over time."""
+        slots = self.active_page_seconds * self.setting.page_size
+        return self.wasted_slot_seconds / slots if slots else 0.0
+
+    def admit(self, start: SequenceStart, excess: int = 0) -> None:
+        """A request left the queue; ``excess``: tokens that its last unit does not have."""
+        if start.resumed:
+            return
+        self.num_requests += 1
+        self.queue_seconds.append(start.queue_seconds)
+        if start.prefix is not None:
+            self.hit_tokens += start.prefix.hit_tokens * self.resolution
+            self.miss_cold_tokens += start.prefix.miss_cold_tokens * self.resolution
+            self.miss_evicted_tokens += start.prefix.miss_evicted_tokens * self.resolution
+            self.unaligned_tokens += start.prefix.unaligned_tokens * self.resolution - excess
+
+    def look(self, scheduler: Scheduler, seconds: float) -> None:
+        """The pool as it was for so many seconds."""
+        pool = scheduler.cache.pool
+        stored = sum(scheduler.progress().token_counts)
+        # Shared pages are full, so every reference beyond the first is as many tokens as slots.
+        wasted = max(0, pool.num_references * pool.page_size - stored) * self.resolution
+        self.wasted_slot_seconds += wasted * seconds
+        self.active_page_seconds += pool.num_active * seconds
+
+    def start(self, scheduler: Scheduler) -> None:
+        """The warm-up is over: totals count from here."""
+        self._before = _totals(scheduler)
+
+    def finish(self, scheduler: Scheduler, now: float, count_from: float) -> None:
+        """The end."""
+        now_totals = _totals(scheduler)
+        difference = [after - before for after, before in zip(now_totals, self._before, strict=True)]
+        self.evictions, self.preemptions, recomputed, computed, self.num_steps = difference
+        self.recomputed_tokens = recomputed * self.resolution
+        self.prompt_tokens_computed = computed * self.resolution
+        self.output_tokens *= self.resolution
+        self.seconds = max(0.0, now - count_from)
+
+
+def _totals(scheduler: Scheduler) -> tuple[int, int, int, int, int]:
+    counts = scheduler.counts()
+    return (
+        counts.capacity_evictions_total,
+        counts.preemptions_total,
+        counts.preempted_tokens_total,
+        counts.prompt_tokens_computed_total,
+        scheduler.step_number,
+    )

@@ -1,0 +1,238 @@
+"""The worker's own scheduler, pool and trie under recorded traffic, on a clock that is only counted.
+
+Owns the virtual time and what is counted. Decides nothing that the real worker decides: it hands over
+requests when they came, gives each step the time that the model says, and each sequence the tokens that it
+had; a sequence ends after as many tokens as it did then.
+"""
+
+import heapq
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import chain, repeat
+
+from worker.ids import SequenceId
+from worker.pages.page_cache import CacheConfig
+from worker.scheduling.output import OutputColumns
+from worker.scheduling.request import AbortReason, AddStatus, RequestSpec
+from worker.scheduling.sampling import SamplingParams
+from worker.scheduling.scheduler import Scheduler
+from worker.scheduling.settings import SchedulerConfig
+from worker.scheduling.step import Step, StepResult
+from worker.trace.counts import Counts, Setting
+from worker.trace.step_time import StepTime
+from worker.trace.warm_start import fill_cache
+from worker.trace.workload import (
+    Limits,
+    Trace,
+    TraceRequest,
+    output_units,
+    prompt_units,
+    sequence_tokens,
+)
+
+LOOK_STEPS = 64  # between two looks at waste and progress
+STOP_TOKEN = (
+    0xFFFFFFFE  # ends a sample before its longest sibling; the last token has no KV, so it may be any
+)
+
+
+class Cancelled(Exception):
+    """Whoever asked for the simulation does not wait for it any more."""
+
+
+class Simulation:
+    """One setting. Run once. ``progress`` is told the virtual time now and then; False: give up.
+
+    ``resolution``: tokens of one unit, a divisor of the trace's granularity and of the page size. Inside,
+    all lengths are units; a step with sequences that decode stands for as many real ones.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        setting: Setting,
+        step_time: StepTime,
+        *,
+        resolution: int = 1,
+        count_from: float = 0.0,
+        progress: Callable[[float], bool] = lambda seconds: True,
+    ) -> None:
+        if setting.page_size % resolution or trace.granularity % resolution:
+            text = f"pages of {setting.page_size} tokens, keys of {trace.granularity}"
+            raise ValueError(f"a resolution of {resolution} tokens does not divide {text}")
+        self.counts = Counts(setting, resolution)
+        self.scheduler = Scheduler(scheduler_config(trace.limits, setting, resolution))
+        self._trace = trace
+        self._step_time = step_time
+        self._resolution = resolution
+        self._count_from = count_from
+        self._progress = progress
+        self._now = 0.0
+        self._device_free = 0.0
+        self._in_flight: deque[tuple[Step, float]] = deque()
+        self._waiting = deque(trace.requests)
+        self._tokens: dict[int, Iterator[int]] = {}  # what each live sequence will put out
+        self._excess: dict[int, int] = {}  # tokens that the last unit of a prompt does not have, by sample 0
+        self._cuts: list[tuple[float, int]] = []  # heap: when sequences without output were ended
+        self._next_id = 1
+        self._num_turns = 0
+        self._looked = 0.0
+
+    def run(self) -> Counts:
+        """All requests to their ends, or to the end of the trace. Raises Cancelled."""
+        if self._trace.cached:
+            fill_cache(self.scheduler.cache, self._trace, self._resolution)
+        self.counts.start(self.scheduler)
+        while self._waiting or self.scheduler.num_live:
+            self._arrive()
+            if not self._turn() and not self._skip():
+                break
+            if self._now >= self._trace.seconds and not self._waiting:
+                break
+        self._look()
+        self.counts.finish(self.scheduler, self._now, self._count_from)
+        return self.counts
+
+    # Requests.
+
+    def _arrive(self) -> None:
+        """Hands over what came up to now, and ends what was ended from outside."""
+        waiting, now = self._waiting, self._now
+        while waiting and waiting[0].arrival <= now:
+            self._add(waiting.popleft())
+        if self._cuts and self._cuts[0][0] <= now:
+            due = []
+            while self._cuts and self._cuts[0][0] <= now:
+                due.append(heapq.heappop(self._cuts)[1])
+            self.scheduler.abort(due, AbortReason.CLIENT, now)
+
+    def _add(self, request: TraceRequest) -> None:
+        first, samples = self._next_id, range(len(request.outputs))
+        self._next_id += len(samples)
+        lengths = [output_units(request, sample, self._resolution) for sample in samples]
+        longest = max(1, *lengths)
+        num_prompt = prompt_units(request, self._resolution)
+        tokens = [self._tokens_of(request, sample, num_prompt + lengths[sample]) for sample in samples]
+        spec = RequestSpec(
+            SequenceId(first),
+            tokens[0][:num_prompt],
+            SamplingParams(max_tokens=longest, stop_token_ids=_STOPS if len(samples) > 1 else frozenset()),
+            sample_count=len(samples),
+            priority=request.priority,
+            cache_read=request.cache_read,
+            cache_write=request.cache_write,
+        )
+        if not (self._may_fit(request) and self._is_accepted(spec)):
+            self.counts.num_refused += self._now >= self._count_from
+            return
+        self._excess[first] = num_prompt * self._resolution - request.num_prompt
+        for sample in samples:
+            own = tokens[sample][num_prompt:]
+            if not own:
+                end = request.outputs[sample].end
+                heapq.heappush(self._cuts, (self._now if end is None else end, first + sample))
+            elif len(own) < longest:
+                own[-1] = STOP_TOKEN
+            # A step that was launched before the end was seen asks for one more.
+            self._tokens[first + sample] = chain(own, repeat(0))
+
+    def _tokens_of(self, request: TraceRequest, sample: int, total: int) -> "array[int]":
+        granularity = self._trace.granularity
+        return sequence_tokens(request, sample, total, granularity=granularity, resolution=self._resolution)
+
+    def _is_accepted(self, spec: RequestSpec) -> bool:
+        return self.scheduler.add(spec, self._now).status == AddStatus.ACCEPTED
+
+    def _may_fit(self, request: TraceRequest) -> bool:
+        """Whether this pool takes a request of that limit, as the worker judges it when it comes.
+
+        A limit that was all the room there was stands for none: it would have been less in a smaller pool.
+        """
+        trace, setting = self._trace, self.counts.setting
+        longest = trace.limits.max_context_tokens
+        limit = min(request.num_prompt + request.max_tokens, longest)
+        if limit >= min(longest, trace.num_pages * trace.page_size):
+            limit = request.num_prompt + 1
+        return -(-limit // setting.page_size) <= setting.num_pages
+
+    # Steps.
+
+    def _turn(self) -> bool:
+        """One turn of the engine's loop; whether anything was launched or committed."""
+        scheduler = self.scheduler
+        step = scheduler.schedule(self._now)
+        if step is not None:
+            self._device_free = max(self._now, self._device_free) + self._step_time.seconds(
+                step, self._resolution
+            )
+            self._in_flight.append((step, self._device_free))
+        keep = 1 if self._trace.limits.overlap and step is not None else 0
+        is_busy = len(self._in_flight) > keep or step is not None
+        while len(self._in_flight) > keep:
+            self._commit_oldest()
+        for columns in scheduler.take_outputs().values():
+            self._collect(columns)
+        self._num_turns += 1
+        if self._num_turns % LOOK_STEPS == 0:
+            self._look()
+        return is_busy
+
+    def _commit_oldest(self) -> None:
+        step, ready = self._in_flight.popleft()
+        self._now = max(self._now, ready)
+        ids = step.sequence_ids
+        if len(step.sampled) < len(ids):
+            ids = [ids[at] for at in step.sampled]
+        tokens = list(map(next, map(self._tokens.__getitem__, ids)))
+        self.scheduler.commit(step, StepResult(tokens), self._now)
+
+    def _collect(self, columns: OutputColumns) -> None:
+        is_counted = self._now >= self._count_from
+        if is_counted:
+            self.counts.output_tokens += len(columns.token_ids)
+            for start in columns.starts:
+                self.counts.admit(start, self._excess.get(start.sequence_id, 0))
+        for end in columns.ends:
+            del self._tokens[end.sequence_id]
+            self._excess.pop(end.sequence_id, None)
+
+    def _skip(self) -> bool:
+        """Nothing can run: on to when something happens; False: nothing will."""
+        times = [self._waiting[0].arrival] if self._waiting else []
+        times += [self._cuts[0][0]] if self._cuts else []
+        if not times:
+            return False
+        self._now = max(self._now, min(times))
+        return True
+
+    def _look(self) -> None:
+        """Waste since the last look, and the word to whoever waits."""
+        if self._now >= self._count_from:
+            self.counts.look(self.scheduler, self._now - max(self._looked, self._count_from))
+        self._looked = self._now
+        if not self._progress(self._now):
+            raise Cancelled
+
+
+_STOPS = frozenset((STOP_TOKEN,))
+
+
+def scheduler_config(limits: Limits, setting: Setting, resolution: int = 1) -> SchedulerConfig:
+    """The recorded limits around another pool, lengths in units. In one unit of time the budget is whole."""
+    cache = CacheConfig(
+        setting.num_pages,
+        setting.page_size // resolution,
+        eviction_policy=setting.policy,
+        sharing=limits.prefix_cache,
+        event_capacity=0,
+    )
+    return SchedulerConfig(
+        cache,
+        max_running=limits.max_running,
+        max_step_tokens=limits.max_step_tokens,
+        max_context_tokens=max(2, -(-limits.max_context_tokens // resolution)),
+        max_queued_requests=limits.max_queued_requests,
+        max_chunk_tokens=limits.max_chunk_tokens,
+        watermark_pages=int(limits.watermark_share * setting.num_pages),
+    )
