@@ -24,6 +24,7 @@ from worker.scheduling.output import FailureReason
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.step import Step, StepResult
 from worker.status import StatusBoard, StepMark
+from worker.traffic import TimedStep, TrafficQueue
 from worker.watch import Watch
 
 ROOM_SECONDS = 0.05
@@ -81,6 +82,7 @@ class Engine:
         board: StatusBoard,
         on_state: Callable[[], None],
         wake_observer: Callable[[], None] = lambda: None,
+        traffic: TrafficQueue | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
@@ -106,6 +108,10 @@ class Engine:
             wake_observer=wake_observer,
             clock=clock,
         )
+        self._traffic = traffic
+        self._last_end: float | None = None  # of the step before; None: the engine was idle since
+        if traffic is not None:
+            scheduler.tell_traffic(traffic.put)
         self._was_idle = True
         self._poison: Callable[[Sequence[int]], None] | None = None
         self._poisoned = 0  # page event up to which freed pages were filled with NaN
@@ -208,7 +214,7 @@ class Engine:
         limits += [time for time in (self._scheduler.next_deadline(now), self._drain_end) if time is not None]
         command = self._commands.wait(max(0.0, min(limits) - now))
         woken = self._clock()
-        self._was_idle = True
+        self._was_idle, self._last_end = True, None
         self._watch.idled(woken - now)
         if command is not None:
             self._obedience.obey(command, woken)
@@ -229,7 +235,9 @@ class Engine:
         step, now = launched.step, self._clock()
         self._scheduler.commit(step, result, now)
         self._board.step = StepMark(step.number, now)
-        self._watch.stepped(step, now - launched.began)
+        self._tell_step(launched, now)
+        is_replayed = bool(getattr(launched.handle, "is_replayed", False))
+        self._watch.stepped(step, now - launched.began, is_replayed=is_replayed)
         for span, why in result.failed.items():
             log_event(
                 logger,
@@ -238,6 +246,18 @@ class Engine:
                 sequence=step.sequence_ids[span],
                 step=step.number,
                 why=why,
+            )
+
+    def _tell_step(self, launched: _Launched, now: float) -> None:
+        began, self._last_end = self._last_end or launched.began, now
+        if self._traffic is not None:
+            step, context = launched.step, sum(launched.step.ends)
+            computed = context - sum(step.starts)
+            time_us = self._ring.time_us
+            self._traffic.put(
+                TimedStep(
+                    step.number, time_us, now - began, computed - step.num_decode, step.num_decode, context
+                )
             )
 
     def _isolate(self, error: Exception) -> None:

@@ -130,6 +130,7 @@ class WorkerProcess:
             self.observations,
             num_pages=self.config.num_pages,
             page_size=self.config.page_size,
+            watermark_pages=self._scheduler.config.num_watermark_pages,
             ask_for_snapshot=self._ask_for_snapshot,
             on_load=keep_load,
             on_failure=self._fail,
@@ -250,6 +251,8 @@ class WorkerProcess:
             )
             if self.config.debug_poison:
                 engine.set_poison(_poison_of(runner))
+            if (read_memory := getattr(runner, "memory_bytes", None)) is not None:
+                self.observer.memory.read_from(read_memory)
             self._engine = engine
             if self._is_stopping:  # a signal came while the engine was made
                 engine.stop()

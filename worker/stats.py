@@ -62,6 +62,7 @@ class StepStats:
     num_sequences: int
     num_prefill_tokens: int
     num_decode_tokens: int
+    is_replayed: bool = False  # from a CUDA graph
 
     @property
     def phase(self) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from worker.channels import Handover
 from worker.execution.runner import Runner
 from worker.readers.audit import AuditClock, AuditFailed, AuditRound, Finding, compare_rows
-from worker.readers.metrics import CHECKS
+from worker.readers.metric_table import CHECKS
 from worker.readers.observation import Observation
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.step import Step
@@ -54,12 +54,14 @@ class Watch:
         self.has_news = True  # something happened since the last observation
         self.last_step_seconds = 0.0
 
-    def stepped(self, step: Step, seconds: float) -> None:
-        """A step was committed."""
+    def stepped(self, step: Step, seconds: float, *, is_replayed: bool = False) -> None:
+        """A step was committed; it may have been replayed from a CUDA graph."""
         self.last_step_seconds = seconds
         self.has_news = True
         num_prefill = step.num_tokens - step.num_decode
-        self._steps.append(StepStats(step.number, seconds, len(step.rows), num_prefill, step.num_decode))
+        self._steps.append(
+            StepStats(step.number, seconds, len(step.rows), num_prefill, step.num_decode, is_replayed)
+        )
 
     def idled(self, seconds: float) -> None:
         """There was nothing to run."""
@@ -87,6 +89,7 @@ class Watch:
         counts = self._scheduler.counts()
         observation = Observation(
             revision=self._ring.number,
+            time_us=max(0, int((now - self._scheduler.config.start_time) * 1e6)),
             changes=changes.views,
             ended=changes.ended_ids,
             progress_owners=progress.owners,

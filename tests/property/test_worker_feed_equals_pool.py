@@ -96,6 +96,7 @@ class Load:
         changes, progress = self.scheduler.take_changes(), self.scheduler.progress()
         return Observation(
             revision=self.scheduler.cache.events.number,
+            time_us=int(self.now * 1e6),
             changes=changes.views,
             ended=changes.ended_ids,
             progress_owners=progress.owners,

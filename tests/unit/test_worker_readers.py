@@ -9,10 +9,11 @@ from worker.ids import NO_PAGE
 from worker.pages.events import EventRing, PageEventKind
 from worker.readers import delta
 from worker.readers.audit import AuditBook, AuditClock, AuditRound, Finding, compare_rows
+from worker.readers.buckets import Buckets
 from worker.readers.delta import snapshot_parts, totals
 from worker.readers.ledger import Ledger
 from worker.readers.load import LoadMeter
-from worker.readers.metrics import CHECKS, Buckets
+from worker.readers.metric_table import CHECKS
 from worker.readers.sequences import Fills, SequenceBook
 from worker.stats import EngineCounts, PoolTotals, SequenceState, SequenceView, StepStats, WaitReason
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from worker.log import log_event
-from worker.readers.metrics import CHECKS
+from worker.readers.metric_table import CHECKS
 
 logger = logging.getLogger("worker.audit")
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from worker.readers.ledger import U8, U16, U32, U64, Ledger
+from worker.readers.event_arrays import U8, U16, U32, U64
+from worker.readers.ledger import Ledger
 from worker.readers.sequences import SequenceBook
 from worker.stats import PoolTotals, SequenceView
 

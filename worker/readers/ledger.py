@@ -8,18 +8,12 @@ PoolSnapshot when events were lost.
 from array import array
 
 import numpy as np
-import numpy.typing as npt
 
 from worker.ids import NO_PAGE
 from worker.pages.events import HIT_TAG, EventColumns, PageFlag, PageState
 from worker.pages.events import PageEventKind as Kind
 from worker.pages.snapshot import PoolSnapshot
-
-U8 = npt.NDArray[np.uint8]
-U16 = npt.NDArray[np.uint16]
-U32 = npt.NDArray[np.uint32]
-U64 = npt.NDArray[np.uint64]
-Bools = npt.NDArray[np.bool_]
+from worker.readers.event_arrays import U8, U16, U32, U64, Bools, EventArrays, kinds_table
 
 FREE, ACTIVE, CACHED, PINNED, RESERVED = map(int, PageState)
 
@@ -29,38 +23,16 @@ def slots_of_page(index: int, token_count: int, page_size: int) -> int:
     return max(0, min(page_size, token_count - index * page_size))
 
 
-class _Columns:
-    """Consecutive page events as arrays that share the memory of the ring's copy."""
-
-    __slots__ = ("kinds", "others", "owners", "pages", "refs", "tags", "times_ms")
-
-    def __init__(self, events: EventColumns) -> None:
-        self.kinds: U8 = np.frombuffer(events.kinds, dtype=np.uint8)
-        self.pages: U32 = np.frombuffer(events.pages, dtype=np.uint32)
-        self.owners: U16 = np.frombuffer(events.owners, dtype=np.uint16)
-        self.refs: U16 = np.frombuffer(events.refs, dtype=np.uint16)
-        self.others: U32 = np.frombuffer(events.others, dtype=np.uint32)
-        self.tags: U64 = np.frombuffer(events.tags, dtype=np.uint64)
-        milliseconds = np.frombuffer(events.times_us, dtype=np.uint64) // np.uint64(1000)
-        self.times_ms: U32 = (milliseconds & np.uint64(0xFFFFFFFF)).astype(np.uint32)
-
-
-def _table(*kinds: Kind) -> Bools:
-    table = np.zeros(16, dtype=np.bool_)
-    table[[int(kind) for kind in kinds]] = True
-    return table
-
-
 # Which kinds write which plane. Of several events on one page the last counts: an assignment with
 # repeated indexes leaves the last value behind.
-_SETS_LIFE = _table(Kind.ALLOCATED, Kind.FREED)
-_SETS_SEAL = _table(Kind.ALLOCATED, Kind.SEALED, Kind.EVICTED, Kind.FREED)
-_SETS_PIN = _table(Kind.ALLOCATED, Kind.PINNED, Kind.UNPINNED, Kind.FREED)
-_SETS_FILL = _table(Kind.ALLOCATED, Kind.SEALED, Kind.FREED)
-_SETS_USE = _table(Kind.ALLOCATED, Kind.SHARED, Kind.REVIVED, Kind.RELEASED)
-_SETS_OWNER = _table(Kind.ALLOCATED, Kind.REVIVED, Kind.CACHED, Kind.FREED)
-_MOVES_OWNER = _table(Kind.ALLOCATED, Kind.REVIVED, Kind.SHARED, Kind.RELEASED)
-_HITS = _table(Kind.SHARED, Kind.REVIVED)
+_SETS_LIFE = kinds_table(Kind.ALLOCATED, Kind.FREED)
+_SETS_SEAL = kinds_table(Kind.ALLOCATED, Kind.SEALED, Kind.EVICTED, Kind.FREED)
+_SETS_PIN = kinds_table(Kind.ALLOCATED, Kind.PINNED, Kind.UNPINNED, Kind.FREED)
+_SETS_FILL = kinds_table(Kind.ALLOCATED, Kind.SEALED, Kind.FREED)
+_SETS_USE = kinds_table(Kind.ALLOCATED, Kind.SHARED, Kind.REVIVED, Kind.RELEASED)
+_SETS_OWNER = kinds_table(Kind.ALLOCATED, Kind.REVIVED, Kind.CACHED, Kind.FREED)
+_MOVES_OWNER = kinds_table(Kind.ALLOCATED, Kind.REVIVED, Kind.SHARED, Kind.RELEASED)
+_HITS = kinds_table(Kind.SHARED, Kind.REVIVED)
 
 
 class Ledger:
@@ -106,10 +78,13 @@ class Ledger:
 
     def fold(self, events: EventColumns) -> None:
         """Applies consecutive events."""
-        assert events.first_number == self.revision + 1, (events.first_number, self.revision)
-        if not len(events):
+        self.fold_arrays(EventArrays(events))
+
+    def fold_arrays(self, columns: EventArrays) -> None:
+        """Applies consecutive events that are arrays already."""
+        assert columns.first_number == self.revision + 1, (columns.first_number, self.revision)
+        if not len(columns):
             return
-        columns = _Columns(events)
         kinds, pages = columns.kinds, columns.pages
         touched = np.unique(pages)
         self._count(touched, -1)
@@ -125,10 +100,10 @@ class Ledger:
         self.dirty[touched] = True
         self.event_counts += np.bincount(kinds, minlength=16)
         self.flush_evictions += int(np.count_nonzero((kinds == Kind.EVICTED) & (columns.owners == 0)))
-        self.revision += len(events)
-        self.step = events.steps[-1]
+        self.revision += len(columns)
+        self.step = columns.last_step
 
-    def _fold_standing(self, events: _Columns) -> None:
+    def _fold_standing(self, events: EventArrays) -> None:
         kinds, pages = events.kinds, events.pages
         self.refs[pages] = events.refs
         at = _SETS_LIFE[kinds]
@@ -145,7 +120,7 @@ class Ledger:
         at = _SETS_FILL[kinds]
         self.filled[pages[at]] = np.where(kinds[at] == Kind.SEALED, self.page_size, 0)
 
-    def _fold_owners(self, events: _Columns) -> None:
+    def _fold_owners(self, events: EventArrays) -> None:
         kinds, pages = events.kinds, events.pages
         at = _SETS_OWNER[kinds]
         holds = (kinds[at] == Kind.ALLOCATED) | (kinds[at] == Kind.REVIVED)
@@ -176,7 +151,7 @@ class Ledger:
             elif later:
                 owners[page] = later.pop(0)
 
-    def _fold_hits(self, events: _Columns) -> None:
+    def _fold_hits(self, events: EventArrays) -> None:
         kinds, pages = events.kinds, events.pages
         hits = _HITS[kinds] & (events.tags == HIT_TAG)
         resets = np.flatnonzero(_SETS_SEAL[kinds])

@@ -1,14 +1,13 @@
-"""The worker's series: one table of names, one collector, one snapshot.
+"""The worker's series: one collector over the table of metrics, one snapshot a scrape.
 
 Gauges that must add up come from one frozen MetricsView, which the observer replaces each turn; a
-scrape computes nothing from the engine. Names, label sets and buckets are those of docs/metrics.md and
+scrape computes nothing from the engine. Names, label sets and buckets are those of metric_table.py and
 are present at 0 from the first scrape.
 """
 
 import platform
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, product
 
 from prometheus_client import CollectorRegistry
@@ -21,136 +20,17 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from kvatlas.metric import Metric as Row
+from kvatlas.metric import MetricKind
 from worker.description import VERSION, WorkerDescription
 from worker.pages.events import PageEventKind
-from worker.stats import EngineCounts, PoolTotals, StepStats, WaitReason
-
-CHECKS = ("state_sum", "refcount", "free_list", "page_table", "trie", "device_table")
-READERS = ("observer", "feed", "recorder")
-PHASES = ("prefill", "decode", "mixed")
-STEP_SECONDS = tuple(0.0005 * 2**power for power in range(12))
-CHECK_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
-STEP_TOKENS = tuple(float(2**power) for power in range(15))
-STEP_SEQUENCES = tuple(float(2**power) for power in range(11))
+from worker.readers.buckets import FrozenBuckets
+from worker.readers.metric_table import BANDS, CHECKS, MEMORY_KINDS, READERS, TABLE
+from worker.stats import EngineCounts, PoolTotals, WaitReason
 
 Samples = Mapping[tuple[str, ...], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """One metric family; `labels` has the closed set of values of each label."""
-
-    name: str  # without kvatlas_, counters without _total
-    kind: type[GaugeMetricFamily] | type[CounterMetricFamily] | type[HistogramMetricFamily]
-    help: str
-    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    buckets: tuple[float, ...] = ()
-
-
-GAUGE, COUNTER, HISTOGRAM = GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily
-
-SERIES = (
-    Series(
-        "pages",
-        GAUGE,
-        "KV cache pages, by state; the states are disjoint.",
-        {"state": ("free", "active", "cached", "pinned", "reserved")},
-    ),
-    Series("pages_capacity", GAUGE, "All pages, the dummy page included: the sum of kvatlas_pages."),
-    Series("pages_watermark", GAUGE, "Available pages below which admission stops."),
-    Series("page_size_tokens", GAUGE, "Tokens of one page."),
-    Series("page_size_bytes", GAUGE, "Bytes of one page over all layers and ranks."),
-    Series(
-        "token_slots",
-        GAUGE,
-        "Slots of active pages; unfilled is internal fragmentation.",
-        {"state": ("filled", "unfilled")},
-    ),
-    Series("pages_shared", GAUGE, "Active pages with two or more references."),
-    Series("page_references", GAUGE, "References to pages by live sequences; pins do not count."),
-    Series(
-        "page_table_rows",
-        GAUGE,
-        "Rows of the page table, without the dummy row.",
-        {"state": ("used", "free")},
-    ),
-    Series(
-        "page_events",
-        COUNTER,
-        "Page events by kind; their sum is the revision of the page map.",
-        {"event": tuple(kind.name.lower() for kind in PageEventKind)},
-    ),
-    Series(
-        "page_evictions",
-        COUNTER,
-        "Pages taken out of the prefix cache, by reason.",
-        {"reason": ("capacity", "flush")},
-    ),
-    Series("page_allocation_failures", COUNTER, "Decisions that found no page even after eviction."),
-    Series(
-        "prefix_tokens",
-        COUNTER,
-        "Looked-up prompt tokens by result, at first admission; a miss counts as evicted only as far back"
-        " as the bounded list of evicted pages reaches.",
-        {"result": ("hit", "miss_cold", "miss_evicted", "unaligned")},
-    ),
-    Series(
-        "integrity_checks",
-        COUNTER,
-        "Invariants checked under load, by result.",
-        {"check": CHECKS, "result": ("pass", "fail")},
-    ),
-    Series(
-        "integrity_last_success_timestamp_seconds",
-        GAUGE,
-        "Unix time of the last round in which every check passed; 0: none yet.",
-    ),
-    Series("integrity_check_seconds", HISTOGRAM, "Length of one round of checks.", buckets=CHECK_SECONDS),
-    Series(
-        "page_events_dropped",
-        COUNTER,
-        "Page events that a reader lost; the observer rebuilds from a snapshot.",
-        {"reader": READERS},
-    ),
-    Series("requests_running", GAUGE, "Requests of which at least one sequence has a row."),
-    Series(
-        "requests_waiting",
-        GAUGE,
-        "Accepted requests without a row, by what they wait for.",
-        {"reason": ("pages", "rows", "step_tokens", "priority", "other")},
-    ),
-    Series(
-        "preemptions", COUNTER, "Sequences that lost their pages, by mode.", {"mode": ("recompute", "swap")}
-    ),
-    Series("preempted_tokens", COUNTER, "Tokens whose KV was given up by preemption."),
-    Series("step_seconds", HISTOGRAM, "One forward pass, by phase.", {"phase": PHASES}, STEP_SECONDS),
-    Series("step_tokens", HISTOGRAM, "Tokens computed in a step.", buckets=STEP_TOKENS),
-    Series("step_sequences", HISTOGRAM, "Sequences in a step.", buckets=STEP_SEQUENCES),
-    Series("scheduler_idle_seconds", COUNTER, "Time in which there was nothing to run."),
-    Series(
-        "link_sequence_mismatches",
-        COUNTER,
-        "Heartbeats of services whose count of live sequences lastingly differs from ours.",
-    ),
-)
-
-
-class Buckets:
-    """A histogram that one thread fills and others read as a frozen copy."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Counts one value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def frozen(self) -> tuple[tuple[int, ...], float]:
-        """Counts by bucket, not yet accumulated, and the sum of all values."""
-        return tuple(self._counts), self._sum
+Histograms = Mapping[tuple[str, tuple[str, ...]], FrozenBuckets]
+"""By name and label values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,55 +46,44 @@ class MetricsView:
     checks: Mapping[tuple[str, ...], int]  # (check, result)
     last_success_seconds: float  # Unix time; 0: none yet
     dropped: Mapping[str, int]  # by reader
-    histograms: Mapping[tuple[str, tuple[str, ...]], tuple[tuple[int, ...], float]]
-
-
-class StepMeter:
-    """Histograms of steps and of audit rounds, filled by the observer."""
-
-    def __init__(self) -> None:
-        self._seconds = {phase: Buckets(STEP_SECONDS) for phase in PHASES}
-        self._tokens = Buckets(STEP_TOKENS)
-        self._sequences = Buckets(STEP_SEQUENCES)
-        self._checks = Buckets(CHECK_SECONDS)
-
-    def step(self, step: StepStats) -> None:
-        """One step that ended."""
-        self._seconds[step.phase].observe(step.seconds)
-        self._tokens.observe(step.num_prefill_tokens + step.num_decode_tokens)
-        self._sequences.observe(step.num_sequences)
-
-    def check(self, seconds: float) -> None:
-        """One round of the audit."""
-        self._checks.observe(seconds)
-
-    def frozen(self) -> dict[tuple[str, tuple[str, ...]], tuple[tuple[int, ...], float]]:
-        """All histograms by name and label values."""
-        histograms: dict[tuple[str, tuple[str, ...]], tuple[tuple[int, ...], float]]
-        histograms = {("step_seconds", (phase,)): self._seconds[phase].frozen() for phase in PHASES}
-        histograms["step_tokens", ()] = self._tokens.frozen()
-        histograms["step_sequences", ()] = self._sequences.frozen()
-        histograms["integrity_check_seconds", ()] = self._checks.frozen()
-        return histograms
+    pressure_seconds: Mapping[str, float]  # by band
+    graphs: tuple[int, int]  # steps replayed, steps run eagerly
+    memory_bytes: Mapping[str, int]  # of the GPU, by kind
+    histograms: Histograms
 
 
 def first_view(pool: PoolTotals) -> MetricsView:
     """What a worker shows before the observer's first turn."""
-    no_checks: dict[tuple[str, ...], int] = {
-        (check, result): 0 for check in CHECKS for result in ("pass", "fail")
+    empty: Histograms = {
+        (row.name, values): ((0,) * (len(row.buckets) + 1), 0.0)
+        for row in TABLE
+        if row.kind is MetricKind.HISTOGRAM
+        for values in product(*row.labels.values())
     }
     return MetricsView(
-        EngineCounts(),
-        pool,
-        (0,) * 16,
-        0,
-        0,
-        0.0,
-        no_checks,
-        0.0,
-        dict.fromkeys(READERS, 0),
-        StepMeter().frozen(),
+        counts=EngineCounts(),
+        pool=pool,
+        events_by_kind=(0,) * 16,
+        flush_evictions=0,
+        rows_used=0,
+        idle_seconds=0.0,
+        checks={(check, result): 0 for check in CHECKS for result in ("pass", "fail")},
+        last_success_seconds=0.0,
+        dropped=dict.fromkeys(READERS, 0),
+        pressure_seconds=dict.fromkeys(BANDS, 0.0),
+        graphs=(0, 0),
+        memory_bytes=dict.fromkeys(MEMORY_KINDS, 0),
+        histograms=empty,
     )
+
+
+_FAMILIES: dict[
+    MetricKind, type[GaugeMetricFamily] | type[CounterMetricFamily] | type[HistogramMetricFamily]
+] = {
+    MetricKind.GAUGE: GaugeMetricFamily,
+    MetricKind.COUNTER: CounterMetricFamily,
+    MetricKind.HISTOGRAM: HistogramMetricFamily,
+}
 
 
 class WorkerCollector(Collector):
@@ -233,25 +102,37 @@ class WorkerCollector(Collector):
         self._view = view
         self._mismatches = mismatches
         self._watermark_pages = watermark_pages
+        usable = description.pool.num_pages
+        self._edges = {row.name: _edges_of(row, usable) for row in TABLE if row.buckets}
         registry.register(self)
 
     def describe(self) -> Iterable[Metric]:
         """Names alone: a registry refuses a second collector of the same series (B112)."""
-        for series in SERIES:
-            yield series.kind("kvatlas_" + series.name, series.help, labels=list(series.labels))
-        yield InfoMetricFamily("kvatlas_pool", "")
-        yield InfoMetricFamily("kvatlas_build", "")
+        for row in TABLE:
+            yield _empty(row)
 
     def collect(self) -> Iterable[Metric]:
         """One scrape."""
         view = self._view()
-        samples = self._samples(view)
-        for series in SERIES:
-            yield _family(series, samples.get(series.name, {}), view)
-        yield self._pool_info()
-        build = InfoMetricFamily("kvatlas_build", "Release of this process.")
-        build.add_metric([], {"version": VERSION, "commit": "", "python": platform.python_version()})
-        yield build
+        samples, infos = self._samples(view), self._infos()
+        for row in TABLE:
+            if row.kind is MetricKind.INFO:
+                info = InfoMetricFamily(row.family, row.help)
+                info.add_metric([], infos[row.name])
+                yield info
+            else:
+                yield self._family(row, samples.get(row.name, {}), view)
+
+    def _family(self, row: Row, samples: Samples, view: MetricsView) -> Metric:
+        family = _empty(row)
+        for values in product(*row.labels.values()):
+            if isinstance(family, HistogramMetricFamily):
+                counts, total = view.histograms[row.name, values]
+                buckets = list(zip(self._edges[row.name], accumulate(counts), strict=True))
+                family.add_metric(list(values), buckets=buckets, sum_value=total)
+            elif isinstance(family, (GaugeMetricFamily, CounterMetricFamily)):
+                family.add_metric(list(values), samples.get(values, 0))
+        return family
 
     def _samples(self, view: MetricsView) -> dict[str, Samples]:
         counts, pool, shape = view.counts, view.pool, self._description.pool
@@ -293,36 +174,38 @@ class WorkerCollector(Collector):
             "requests_waiting": {(reason,): number for reason, number in waiting.items()},
             "preemptions": {("recompute",): counts.preemptions_total},
             "preempted_tokens": {(): counts.preempted_tokens_total},
+            "pool_pressure_seconds": {(band,): seconds for band, seconds in view.pressure_seconds.items()},
+            "step_graphs": {("replayed",): view.graphs[0], ("eager",): view.graphs[1]},
+            "gpu_memory_bytes": {(kind,): number for kind, number in view.memory_bytes.items()},
             "scheduler_idle_seconds": {(): view.idle_seconds},
             "link_sequence_mismatches": {(): self._mismatches()},
         }
 
-    def _pool_info(self) -> Metric:
+    def _infos(self) -> dict[str, dict[str, str]]:
         description, pool = self._description, self._description.pool
-        info = InfoMetricFamily("kvatlas_pool", "Geometry of the page pool.")
-        values = {
-            "worker": description.worker_id,
-            "model": description.model.model_id,
-            "page_size": str(pool.page_size),
-            "dtype": pool.dtype,
-            "layers": str(pool.layer_count),
-            "kv_heads": str(pool.kv_head_count),
-            "head_dim": str(pool.head_dim),
-            "layout": "page_slot_head",
-            "device": pool.device,
+        return {
+            "pool": {
+                "worker": description.worker_id,
+                "model": description.model.model_id,
+                "page_size": str(pool.page_size),
+                "dtype": pool.dtype,
+                "layers": str(pool.layer_count),
+                "kv_heads": str(pool.kv_head_count),
+                "head_dim": str(pool.head_dim),
+                "layout": "page_slot_head",
+                "device": pool.device,
+            },
+            "build": {"version": VERSION, "commit": "", "python": platform.python_version()},
         }
-        info.add_metric([], values)
-        return info
 
 
-def _family(series: Series, samples: Samples, view: MetricsView) -> Metric:
-    family = series.kind("kvatlas_" + series.name, series.help, labels=list(series.labels))
-    for values in product(*series.labels.values()):
-        if isinstance(family, HistogramMetricFamily):
-            counts, total = view.histograms[series.name, values]
-            bounds = [*(str(bound) for bound in series.buckets), "+Inf"]
-            buckets = list(zip(bounds, accumulate(counts), strict=True))
-            family.add_metric(list(values), buckets=buckets, sum_value=total)
-        else:
-            family.add_metric(list(values), samples.get(values, 0))
-    return family
+def _empty(row: Row) -> Metric:
+    if row.kind is MetricKind.INFO:
+        return InfoMetricFamily(row.family, row.help)
+    return _FAMILIES[row.kind](row.family, row.help, labels=list(row.labels))
+
+
+def _edges_of(row: Row, usable_pages: int) -> list[str]:
+    """Upper edges as the exposition writes them; some are multiples of the pool."""
+    scale = usable_pages if row.bucket_unit else 1
+    return [*(str(float(edge * scale)) for edge in row.buckets), "+Inf"]

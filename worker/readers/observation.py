@@ -15,6 +15,7 @@ class Observation:
     """Everything that changed since the last one, consistent with the page event `revision`."""
 
     revision: int  # number of the last page event
+    time_us: int  # of the engine's clock, as page events have it
     changes: Sequence[SequenceView]
     ended: Sequence[SequenceId]
     progress_owners: "array[int]"
@@ -23,5 +24,6 @@ class Observation:
     rows_used: int
     idle_seconds: float  # in total since the start
     steps: Sequence[StepStats]
+    bills: Sequence[float] = ()  # page-seconds of each request that ended
     audit: AuditRound | None = None
     snapshot: PoolSnapshot | None = None  # asked for after a loss: replaces everything

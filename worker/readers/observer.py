@@ -15,11 +15,15 @@ from worker.log import log_event
 from worker.pages.events import EventRing
 from worker.readers.audit import AuditBook
 from worker.readers.delta import totals
+from worker.readers.event_arrays import EventArrays
 from worker.readers.ledger import Ledger
 from worker.readers.load import LoadMeter
-from worker.readers.metrics import MetricsView, StepMeter, first_view
+from worker.readers.memory import MemoryMeter
+from worker.readers.metrics import Histograms, MetricsView, first_view
 from worker.readers.observation import Observation
+from worker.readers.pool_meters import PoolMeters
 from worker.readers.sequences import Fills, SequenceBook
+from worker.readers.step_meter import StepMeter
 from worker.stats import EngineCounts, LoadView, PoolTotals, SequenceView
 
 MAX_EVENTS_PER_FOLD = 16_384
@@ -71,6 +75,7 @@ class Observer:
         *,
         num_pages: int,
         page_size: int,
+        watermark_pages: int = 0,
         ask_for_snapshot: Callable[[], None],
         on_load: Callable[[LoadView], None],
         on_failure: Callable[[], None],
@@ -88,6 +93,8 @@ class Observer:
         self._waits_for_snapshot = False
         self._lost_events = 0
         self._meter = StepMeter()
+        self._pool_meters = PoolMeters(num_pages, watermark_pages)
+        self.memory = MemoryMeter()
         self._load = LoadMeter(clock())
         self._audits = AuditBook()
         self._rows_used = 0
@@ -133,6 +140,7 @@ class Observer:
             self._take(observation)
         pool = fold.pool()
         self._on_load(self._load.view(now, fold.counts, pool))
+        self.memory.look(now)
         self.metrics = self._view(pool)
         pause = self._sink.publish(fold, pool, now)
         fold.started, fold.ended_owners = [], []
@@ -146,6 +154,7 @@ class Observer:
             return
         else:
             self._fold_sequences(observation)
+        self._pool_meters.run_to(observation.time_us)
 
     def _take_numbers(self, observation: Observation) -> None:
         self._fold.counts = observation.counts
@@ -154,6 +163,7 @@ class Observer:
         for step in observation.steps:
             self._meter.step(step)
             self._load.step(step)
+        self._meter.bills(observation.bills)
         if observation.audit is not None:
             self._audits.record(observation.audit)
             self._meter.check(observation.audit.seconds)
@@ -165,7 +175,9 @@ class Observer:
             if events is None:
                 self._lose(revision)
                 return False
-            ledger.fold(events)
+            arrays = EventArrays(events)
+            self._pool_meters.fold(ledger, arrays)
+            ledger.fold_arrays(arrays)
         return True
 
     def _lose(self, revision: int) -> None:
@@ -194,7 +206,9 @@ class Observer:
         fold = self._fold
         assert observation.snapshot is not None
         fold.book.clear()
+        self._pool_meters.run_to(observation.time_us)  # with what was known until now
         fold.ledger.restore(observation.snapshot)
+        self._pool_meters.restart(fold.ledger)
         fold.num_rebuilds += 1
         self._waits_for_snapshot = False
         for view in observation.snapshot.sequences:
@@ -212,5 +226,11 @@ class Observer:
             checks=dict(self._audits.results),
             last_success_seconds=self._audits.last_success_ns / 1e9,
             dropped={"observer": self._lost_events, "feed": self._sink.dropped_events, "recorder": 0},
-            histograms=self._meter.frozen(),
+            pressure_seconds=self._pool_meters.pressure_seconds(),
+            graphs=self._meter.graphs,
+            memory_bytes=self.memory.bytes_by_kind,
+            histograms=self._histograms(),
         )
+
+    def _histograms(self) -> Histograms:
+        return {**self._meter.frozen(), **self._pool_meters.frozen()}
