@@ -96,4 +96,6 @@ def test_a_small_batch_leaves_nothing_of_a_larger_one_in_the_buffers():
     graphs = CudaRunner(MODEL, backend, config(), CPU).graphs
     graphs.prepare([0, 1, 2, 3], [9, 8, 7, 6], 4)
     graphs.prepare([2], [5], 4)
-    assert graphs._columns[:, :4].tolist() == [[2, MAX_RUNNING, MAX_RUNNING, MAX_RUNNING], [5, 1, 1, 1]]
+    rows, kv_lens = graphs.columns(4)
+    assert rows.tolist() == [2, MAX_RUNNING, MAX_RUNNING, MAX_RUNNING]
+    assert kv_lens.tolist() == [5, 1, 1, 1]

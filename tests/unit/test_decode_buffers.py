@@ -6,7 +6,7 @@ import torch
 from kernels.checks import check_batch
 from kernels.cpu_backend import CpuBackend
 from kernels.reference import ReferenceBackend
-from worker.execution.decode_buffers import DecodeBuffers, capture_sizes, padded_size
+from worker.execution.decode_buffers import DecodeBuffers, capture_sizes, first_sizes, padded_size
 from worker.execution.kv_pool import KvPool
 from worker.execution.page_table import PageTable
 from worker.execution.token_pool import TokenPool
@@ -30,6 +30,12 @@ def test_captured_sizes_are_few_and_the_largest_comes_first() -> None:
     assert capture_sizes(12) == [12, 8, 4, 2, 1]
     assert capture_sizes(256)[0] == 256
     assert len(capture_sizes(256)) == 35
+
+
+def test_few_sizes_are_captured_before_the_first_step() -> None:
+    """The largest is among them, so that every batch has a graph from the first step on."""
+    assert first_sizes(capture_sizes(200)) == [200, 128, 64, 32, 16, 8, 4, 2, 1]
+    assert first_sizes(capture_sizes(3)) == [3, 2, 1]
 
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(1, 1), (3, 4), (5, 8), (8, 8), (9, 16), (17, None)])

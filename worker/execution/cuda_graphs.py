@@ -4,6 +4,9 @@ Owns the static buffers that the graphs read and the graphs themselves. Padding 
 which feeds token 0 and writes the dummy page. The host sends rows and lengths; ids, positions and slots are
 read from the tables on the device, and sampled ids go back into the token pool there, so the next step can be
 launched before this one's result is known.
+
+A few sizes are captured at first. A batch whose own size is not captured yet runs in a larger graph, and its
+size is captured by the next `capture_wanted`, while the device works.
 """
 
 from collections.abc import Sequence
@@ -18,10 +21,11 @@ from kernels.batch import KvLayer
 from kernels.decode_inputs import decode_inputs
 from kernels.sample import SampleScratch, make_scratch, sample
 from kernels.sample_columns import SampleColumns
-from worker.execution.decode_buffers import capture_sizes, padded_size
+from worker.execution.decode_buffers import capture_sizes, first_sizes, padded_size
 from worker.model.fused import FusedModel
 
-WARM_UPS = 2  # before a capture: compiles kernels and lets the libraries allocate
+WARM_UPS = 1  # before a capture: compiles and loads kernels, and lets the libraries allocate
+ALIGNMENT = 4  # int32 entries: kernels are compiled for addresses that are multiples of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +58,7 @@ class DecodeGraphs:
         self._tables = tables
         self._scale = scale
         self.sizes = capture_sizes(max_batch)
-        self._columns = torch.empty(2, max_batch, dtype=torch.int32, device=device)  # rows, kv_lens
-        self._columns[0] = tables.dummy_row
-        self._columns[1] = 1
+        self._columns = torch.zeros(2 * _aligned(max_batch), dtype=torch.int32, device=device)
         self._positions = torch.zeros(max_batch, dtype=torch.int32, device=device)
         self._slots = torch.zeros(max_batch, dtype=torch.int32, device=device)
         width, dtype = model.embedding.shape[1], model.embedding.dtype
@@ -64,51 +66,70 @@ class DecodeGraphs:
         self._decode = backend.static_decode(tables.page_table, max_batch)
         self._scratch: SampleScratch = make_scratch(max_batch, config.vocab_size, device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._wanted: tuple[int, bool] | None = None
         self._captures = capture and device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
+        # One for all captures: the library keeps a workspace for every stream that it has seen.
+        self._stream = torch.cuda.Stream(device) if self._captures else None  # type: ignore[no-untyped-call]
         self.replays = 0
 
     def fits(self, batch_size: int) -> bool:
         """Whether some captured size holds the batch."""
         return padded_size(batch_size, self.sizes) is not None
 
-    def capture_all(self) -> None:
-        """Captures every size without filters, the largest first; nothing where graphs are off."""
-        for size in self.sizes if self._captures else []:
-            self._graph(size, with_filters=False)
+    def capture_first(self) -> None:
+        """Captures a few sizes without filters, the largest first; nothing where graphs are off."""
+        for size in first_sizes(self.sizes) if self._captures else []:
+            self._capture(size, with_filters=False)
+
+    def capture_wanted(self) -> None:
+        """Captures the size that the last step lacked, if it lacked any: a few milliseconds of the host."""
+        if self._wanted is not None:
+            self._capture(*self._wanted)
+            self._wanted = None
+
+    def columns(self, size: int) -> tuple[Tensor, Tensor]:
+        """Rows and kv_lens, int32 [size] each, of the graph of `size` rows; all sizes share the memory."""
+        at = _aligned(size)
+        return self._columns[:size], self._columns[at : at + size]
 
     def prepare(self, rows: Sequence[int], kv_lens: Sequence[int], size: int) -> None:
         """Sends a batch, padded to `size`. Every entry is overwritten: nothing of older batches is left."""
         is_pinned = self._columns.device.type == "cuda"
+        at = _aligned(size)
         # A fresh pinned buffer each step: torch hands it out again only after the copy that reads it.
-        host = torch.empty(2, size, dtype=torch.int32, pin_memory=is_pinned)
+        host = torch.empty(2 * at, dtype=torch.int32, pin_memory=is_pinned)
         into = host.numpy()
-        into[0, len(rows) :] = self._tables.dummy_row
-        into[1, len(rows) :] = 1
-        into[0, : len(rows)] = np.asarray(rows, dtype=np.int32)
-        into[1, : len(rows)] = np.asarray(kv_lens, dtype=np.int32)
-        self._columns[:, :size].copy_(host, non_blocking=True)
+        into[len(rows) : at] = self._tables.dummy_row
+        into[at + len(rows) :] = 1
+        into[: len(rows)] = np.asarray(rows, dtype=np.int32)
+        into[at : at + len(rows)] = np.asarray(kv_lens, dtype=np.int32)
+        self._columns[: 2 * at].copy_(host, non_blocking=True)
         self._decode.prepare(size, kv_lens)
 
-    def run(
-        self, rows: Sequence[int], kv_lens: Sequence[int], *, with_filters: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Queues one decode step; ids int32 [n] and is_finite bool [n], overwritten by the next run."""
+    def run(self, rows: Sequence[int], kv_lens: Sequence[int], *, with_filters: bool) -> Tensor:
+        """Queues one decode step; its results (SampleScratch.results) are overwritten by the next run."""
         size = padded_size(len(rows), self.sizes)
         assert size is not None, f"no graph holds {len(rows)} rows"
         if self._captures:
-            graph = self._graph(size, with_filters)  # before prepare: a capture runs over padding alone
+            size = self._captured_size(
+                size, with_filters
+            )  # before prepare: a capture runs over padding alone
             self.prepare(rows, kv_lens, size)
-            graph.replay()
+            self._graphs[size, with_filters].replay()
             self.replays += 1
         else:
             self.prepare(rows, kv_lens, size)
             self.body(size, with_filters)
-        return self._scratch.ids[: len(rows)], self._scratch.is_finite[: len(rows)]
+        return self._scratch.results
+
+    def close(self) -> None:
+        """Lets go of the graphs and their memory."""
+        self._graphs.clear()
 
     def body(self, size: int, with_filters: bool) -> None:
         """One step over the static buffers, eagerly: what a graph records."""
-        rows, kv_lens = self._columns[0, :size], self._columns[1, :size]
+        rows, kv_lens = self.columns(size)
         positions, slots, hidden = self._positions[:size], self._slots[:size], self._hidden[:size]
         tables = self._tables
         inputs = (tables.page_table, tables.token_ids, self._model.embedding)
@@ -124,22 +145,35 @@ class DecodeGraphs:
         where = (rows, kv_lens, tables.columns, self._scratch, vocab)
         sample(logits, *where, with_filters=with_filters, token_pool=pool)
 
-    def _graph(self, size: int, with_filters: bool) -> torch.cuda.CUDAGraph:
-        graph = self._graphs.get((size, with_filters))
-        if graph is None:
-            graph = self._graphs[size, with_filters] = self._capture(size, with_filters)
-        return graph
+    def _captured_size(self, size: int, with_filters: bool) -> int:
+        """The smallest captured size from `size` on; captures it where there is none."""
+        larger = [other for other, filters in self._graphs if other >= size and filters == with_filters]
+        if not larger:
+            self._capture(size, with_filters)
+            return size
+        best = min(larger)
+        if best != size:
+            self._wanted = (size, with_filters)
+        return best
 
-    def _capture(self, size: int, with_filters: bool) -> torch.cuda.CUDAGraph:
+    def _capture(self, size: int, with_filters: bool) -> None:
         self.prepare([], [], size)
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = self._stream
+        assert stream is not None, "graphs are off"
         stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
                 self.body(size, with_filters)
+            # Not torch.cuda.graph(): it waits for the device and collects garbage.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self.body(size, with_filters)
+            finally:
+                graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self.body(size, with_filters)
-        return graph
+        self._graphs[size, with_filters] = graph
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

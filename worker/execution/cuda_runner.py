@@ -16,6 +16,7 @@ from kernels.batch import KvLayer
 from kernels.sample import make_scratch, sample
 from kernels.sample_columns import SampleRow, make_columns, write_rows
 from worker.execution.cuda_graphs import DecodeGraphs, DecodeTables
+from worker.execution.on_the_way import OnTheWay
 from worker.execution.runner import StepHandle
 from worker.execution.sampler import Sampled
 from worker.execution.sampling_state import NO_LOGPROBS
@@ -61,7 +62,7 @@ class CudaRunner(TorchRunner):
             capture=capture,
         )
         with torch.inference_mode():
-            self.graphs.capture_all()
+            self.graphs.capture_first()
 
     def _run(self, step: Step, began: float) -> StepHandle:
         self._start_columns(step.row_starts)
@@ -72,8 +73,18 @@ class CudaRunner(TorchRunner):
         self.page_table.write_pages(step.new_page_rows, step.new_page_indexes, step.new_page_ids)
         self.kv_pool.copy_pages(step.page_copies)
         with_filters = bool(self._has_filters[np.frombuffer(step.rows, dtype=np.int32)].any())
-        ids, is_finite = self.graphs.run(step.rows, step.ends, with_filters=with_filters)
-        return _Replayed(step, ids, is_finite, began)
+        results = self.graphs.run(step.rows, step.ends, with_filters=with_filters)
+        replayed = _Replayed(step, results, began)
+        self.graphs.capture_wanted()  # while the device works
+        return replayed
+
+    def close(self) -> None:
+        """Lets go of the graphs, the model and the pool; the runner is of no use afterwards."""
+        if "graphs" in self.__dict__:
+            self.graphs.close()
+        for name in ("graphs", "_fused", "_attention", "_columns", "_scratch"):
+            self.__dict__.pop(name, None)
+        super().close()
 
     def _is_plain_decode(self, step: Step) -> bool:
         if step.num_decode != len(step.rows) or not self.graphs.fits(len(step.rows)):
@@ -143,26 +154,24 @@ def _is_special(start: RowStart) -> bool:
 
 
 class _Replayed:
-    """A replayed graph; ids and flags travel to pinned memory behind it."""
+    """A replayed graph; ids and flags travel to pinned memory behind it, in one copy."""
 
-    def __init__(self, step: Step, ids: Tensor, is_finite: Tensor, began: float) -> None:
+    is_replayed = True
+
+    def __init__(self, step: Step, results: Tensor, began: float) -> None:
         self._step = step
         self._began = began
-        is_pinned = ids.device.type == "cuda"
-        self._host = torch.empty(2, len(ids), dtype=torch.int32, pin_memory=is_pinned)
-        self._host[0].copy_(ids, non_blocking=True)
-        self._host[1].copy_(is_finite, non_blocking=True)
-        self._event: torch.cuda.Event | None = None
-        if is_pinned:
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+        self._results = OnTheWay(results)
 
     def result(self) -> StepResult:
-        """Waits for the copies, then reads them."""
-        if self._event is not None:
-            self._event.synchronize()
-        ids, is_finite = self._host.tolist()
-        failed = {i: "non-finite logits" for i, finite in enumerate(is_finite) if not finite}
+        """Waits for the copy, then reads it."""
+        host, count = self._results.arrived(), len(self._step.rows)
+        flags_at = len(host) // 5 * 4
+        ids = host[:flags_at].view(np.int32)[:count].tolist()
+        is_finite = host[flags_at : flags_at + count]
+        failed = {}
+        if not is_finite.all():
+            failed = dict.fromkeys((is_finite == 0).nonzero()[0].tolist(), "non-finite logits")
         for i in failed:
             ids[i] = NO_TOKEN_ID
         return StepResult(token_ids=ids, failed=failed, seconds=time.perf_counter() - self._began)

@@ -28,6 +28,12 @@ def capture_sizes(max_batch: int) -> list[int]:
     return sorted(sizes, reverse=True)
 
 
+def first_sizes(sizes: Sequence[int]) -> list[int]:
+    """Of `sizes`, what is captured before the first step: the largest and the powers of two, large ones first."""
+    powers = [size for size in sizes if size & (size - 1) == 0]
+    return sorted({max(sizes), *powers}, reverse=True)
+
+
 def padded_size(batch_size: int, sizes: Sequence[int]) -> int | None:
     """The smallest size that holds the batch; None when none does."""
     return min((size for size in sizes if size >= batch_size), default=None)

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.batch import KvLayer
 from kernels.cpu.memory import empty_tensor
 from kernels.fp8 import E4M3, LARGEST, NAN_BYTE
+from worker.execution.on_the_way import to_device
 from worker.scheduling.step import PageCopy
 
 DUMMY_CANARY = -7.0e4
@@ -135,4 +136,4 @@ class KvPool:
         return KvLayer(k, v, *self._scales[layer])
 
     def _page_indexes(self, pages: Sequence[int]) -> Tensor:
-        return torch.tensor(pages, dtype=torch.int64, device=self.buffer.device)
+        return to_device(torch.tensor(pages, dtype=torch.int64), self.buffer.device)

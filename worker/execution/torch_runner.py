@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.backend import AttentionBackend
+from kernels.backend import AttentionBackend, CopyOfPages
 from kernels.batch import KvLayer, PagedBatch
 from kernels.cpu_backend import CpuBackend
 from worker.execution.cpu_model import cpu_model
 from worker.execution.cpu_sampler import CpuSampler
 from worker.execution.kv_pool import KvPool, KvScales
+from worker.execution.on_the_way import OnTheWay
 from worker.execution.page_table import PageTable
 from worker.execution.prompt_logprobs import PromptLogprobs
 from worker.execution.runner import StepHandle
@@ -137,6 +138,7 @@ class TorchRunner:
     def poison_pages(self, pages: Sequence[int]) -> None:
         """For poison mode: fills pages that became FREE with NaN. Call once no step in flight has them."""
         self.kv_pool.poison_pages(pages)
+        self._refresh(pages)
 
     def close(self) -> None:
         """Lets go of the model and the pool; the runner is of no use afterwards."""
@@ -159,11 +161,16 @@ class TorchRunner:
         self._state.start_rows(step.row_starts)
         self.page_table.write_pages(step.new_page_rows, step.new_page_indexes, step.new_page_ids)
         self.kv_pool.copy_pages(step.page_copies)
+        self._refresh([copy.target for copy in step.page_copies])
         tensors = build_step_tensors(step, self.page_table, self.token_pool)
         hidden = self._forward(tensors)
         sampled = self._sample(tensors, hidden)
         prompt = self._prompt_logprobs.of_step(step, tensors, hidden)
-        return _Launched(step, sampled, _nonfinite_tokens(hidden), tensors, prompt, self._device, began)
+        return _Launched(step, sampled, _nonfinite_tokens(hidden), tensors, prompt, began)
+
+    def _refresh(self, pages: Sequence[int]) -> None:
+        if pages and isinstance(self._backend, CopyOfPages):
+            self._backend.refresh_pages(torch.tensor(pages, dtype=torch.int64))
 
     def _forward(self, tensors: StepTensors) -> Tensor:
         if self._paged_model is not None:
@@ -227,7 +234,6 @@ class _Launched:
         nonfinite: Tensor,
         tensors: StepTensors,
         prompt: dict[int, Callable[[], list[TokenLogprob]]],
-        device: torch.device,
         began: float,
     ) -> None:
         self._step = step
@@ -235,18 +241,12 @@ class _Launched:
         self._q_indptr = tensors.q_indptr_host
         self._prompt = prompt
         self._began = began
-        self._nonfinite = nonfinite.to("cpu", non_blocking=True)
-        self._ids = sampled.ids.to("cpu", non_blocking=True) if sampled else None
-        self._is_finite = sampled.is_finite.to("cpu", non_blocking=True) if sampled else None
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+        self._nonfinite = OnTheWay(nonfinite)
+        self._ids = OnTheWay(sampled.ids) if sampled else None
+        self._is_finite = OnTheWay(sampled.is_finite) if sampled else None
 
     def result(self) -> StepResult:
         """Waits for the copies, then reads them."""
-        if self._event is not None:
-            self._event.synchronize()
         failed = self._failed()
         return StepResult(
             token_ids=self._token_ids(failed),
@@ -258,19 +258,19 @@ class _Launched:
 
     def _failed(self) -> dict[int, str]:
         failed: dict[int, str] = {}
-        nonfinite = self._nonfinite.numpy()
+        nonfinite = self._nonfinite.arrived()
         if nonfinite.any():
             of_spans = np.add.reduceat(nonfinite, self._q_indptr[:-1], dtype=np.int64).nonzero()[0]
             failed = dict.fromkeys(of_spans.tolist(), "non-finite hidden state")
-        if self._is_finite is not None and not bool(self._is_finite.all()):
-            for i in (~self._is_finite).nonzero().flatten().tolist():
+        if self._is_finite is not None:
+            for i in np.flatnonzero(~self._is_finite.arrived()).tolist():
                 failed.setdefault(self._step.sampled[i], "non-finite logits")
         return failed
 
     def _token_ids(self, failed: dict[int, str]) -> list[int]:
         if self._ids is None:
             return []
-        ids: list[int] = self._ids.tolist()
+        ids: list[int] = self._ids.arrived().tolist()
         if failed:
             return [NO_TOKEN_ID if s in failed else t for s, t in zip(self._step.sampled, ids, strict=True)]
         return ids

@@ -1,0 +1,40 @@
+"""A device tensor's copy to the host that nobody has to wait for until its values are needed.
+
+Owns the pinned buffer and the event behind the copy. A copy to pageable memory would hold up the host until
+the device has done all that was queued before it.
+"""
+
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class OnTheWay:
+    """Starts to copy at once, in stream order; on a CPU the values are copied right there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        is_cuda = tensor.device.type == "cuda"
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda)
+        self._host.copy_(tensor, non_blocking=True)
+        self._event: torch.cuda.Event | None = None
+        if is_cuda:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def is_ready(self) -> bool:
+        """Whether `arrived` would not wait."""
+        return self._event is None or self._event.query()
+
+    def arrived(self) -> NDArray[Any]:
+        """Waits for the copy; the values."""
+        if self._event is not None:
+            self._event.synchronize()
+        array: NDArray[Any] = self._host.numpy()
+        return array
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """A small host tensor on the device, without waiting for what is queued there."""
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
