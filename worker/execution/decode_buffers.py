@@ -29,7 +29,7 @@ def capture_sizes(max_batch: int) -> list[int]:
 
 
 def first_sizes(sizes: Sequence[int]) -> list[int]:
-    """Of `sizes`, those captured before the first step: the largest and the powers of two, large ones first."""
+    """Of `sizes`, those captured at first: the largest and the powers of two, large ones first."""
     powers = [size for size in sizes if size & (size - 1) == 0]
     return sorted({max(sizes), *powers}, reverse=True)
 
