@@ -60,7 +60,7 @@ def make_bench(model: Model, batch: int, context: int) -> Bench:
         page_size=PAGE,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        dtype=torch.bfloat16,
+        dtype=model.norm.dtype,
         device=device,
     )
     pool.buffer.normal_(generator=torch.Generator(device).manual_seed(1))
