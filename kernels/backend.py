@@ -1,7 +1,7 @@
 """The attention seam: plan once per step, run per layer; and the form of it that a CUDA graph can hold."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -24,6 +24,15 @@ class AttentionBackend(Protocol):
         may be strided slices of a fused product. Causal: the query at position p sees slots of
         positions 0..p of its row and nothing past them.
         """
+        ...
+
+
+@runtime_checkable
+class CopyOfPages(Protocol):
+    """A backend with a copy of the pages in another layout."""
+
+    def refresh_pages(self, page_ids: Tensor) -> None:
+        """Takes over pages that changed other than by `run`: copied, restored, poisoned. int [num_pages]."""
         ...
 
 
