@@ -16,6 +16,7 @@ from kvatlas.models.resolve import resolve_model
 from kvatlas.models.vocabulary import tokenizer_digest
 from service import log
 from service.config import ConfigError, ServiceConfig, from_args, wants_print
+from service.request import current_call, trace_id_of
 from service.server import ListenError, Service
 from service.text.tokenizer import Tokenizer
 
@@ -39,13 +40,13 @@ def main(arguments: Sequence[str]) -> int:
     if wants_print(arguments):
         sys.stdout.write(config.printable() + "\n")
         return 0
-    log.set_up(config.log_level)
+    log.set_up(config.log_level, _log_context)
     try:
         files = resolve_model(config.model)
         tokenizer, digest = Tokenizer.load(files), tokenizer_digest(files)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(config, tokenizer, digest))
-    except (ModelError, ListenError, ValueError) as error:
+    except (ConfigError, ModelError, ListenError, ValueError) as error:
         logger.error('event=start_failed why="%s"', error)
         return START_STATUS
     return 0
@@ -83,6 +84,13 @@ async def _watch_parent(pid: int, stopping: asyncio.Event, service: Service) -> 
         stopping.set()
         await asyncio.sleep(ORPHAN_SECONDS)
         service.hurry()
+
+
+def _log_context() -> str:
+    """What a line says of the call that it belongs to: the id under which its trace is found."""
+    call = current_call.get(None)
+    trace_id = trace_id_of(call.traceparent) if call is not None else ""
+    return f" trace={trace_id}" if trace_id else ""
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

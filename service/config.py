@@ -66,6 +66,13 @@ class ServiceConfig:
     ttft_buckets: tuple[float, ...] = option((), "edges of time to first token in seconds, joined by commas")
     itl_buckets: tuple[float, ...] = option((), "edges of inter-token latency in seconds, joined by commas")
     e2e_buckets: tuple[float, ...] = option((), "edges of request duration in seconds, joined by commas")
+    # Traces.
+    otlp_endpoint: str = option(
+        "", "collector that traces are sent to: http://host:4317, or https:// for TLS; empty: none"
+    )
+    trace_ratio: float = option(
+        1.0, "share of requests that are traced if the client's trace does not say", low=0.0, high=1.0
+    )
     # Life.
     parent_watch: int = option(
         0,
@@ -89,6 +96,8 @@ class ServiceConfig:
         for worker in self.workers:
             if not worker.startswith(("ipc://", "tcp://")):
                 faults.append(f"workers: {worker!r} is neither ipc://path nor tcp://host:port")
+        if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
+            faults.append(f"otlp_endpoint: {self.otlp_endpoint!r} is neither http:// nor https://host:port")
         if len(set(self.workers)) != len(self.workers):
             faults.append("workers: an address is listed twice")
         if len(self.instance_id.encode()) > 64:

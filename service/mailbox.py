@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 from service.request import AddOutcome, LostReason, Scores, SequenceEnd, SequenceStart
 
+MAX_STARTS = 64  # untaken ones of one request: a thrashing pool preempts it again and again
+
 
 class Inbox:
     """All that workers say about one request; wakes its one reader."""
@@ -81,10 +83,12 @@ class Inbox:
         self.wake()
 
     def started(self, start: SequenceStart) -> None:
-        """A run left the queue."""
+        """A run left the queue; once more after a preemption, which no client waits for."""
         if not start.resumed:
             self.starts.append(start)
             self.wake()
+        elif len(self.starts) < MAX_STARTS:
+            self.starts.append(start)
 
     def prompt_scored(self, scores: Scores) -> None:
         """Log-probabilities of the prompt are complete."""

@@ -3,6 +3,7 @@
 Owns nothing. Built by handlers and codecs; read by everything between them.
 """
 
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -320,7 +321,8 @@ class Call:
     deadline: float | None = None  # monotonic clock; the earlier of the client's and ours
     deadline_is_ours: bool = False
     attempts_before: int = 0  # grpc-previous-rpc-attempts
-    traceparent: str = ""
+    traceparent: str = ""  # W3C trace context: the client's, or that of our own span below it
+    tracestate: str = ""
     request_id: str = ""
     principal: str = ""
     tenant: str = ""
@@ -328,3 +330,17 @@ class Call:
 
 
 current_call: ContextVar[Call] = ContextVar("current_call")
+
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})")
+
+
+def trace_id_of(traceparent: str) -> str:
+    """Trace id of a W3C trace context; empty for anything else, which a client may send."""
+    found = _TRACEPARENT.fullmatch(traceparent)
+    return found[1] if found else ""
+
+
+def sampled_trace_id(traceparent: str) -> str:
+    """The same, but empty where the context says that nobody keeps the trace."""
+    found = _TRACEPARENT.fullmatch(traceparent)
+    return found[1] if found and int(found[2], 16) & 1 else ""

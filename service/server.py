@@ -10,7 +10,7 @@ import time
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -25,7 +25,7 @@ from kvatlas.v1 import (
 )
 from service import errors, health
 from service.admission import Admission
-from service.config import ServiceConfig
+from service.config import ConfigError, ServiceConfig
 from service.fleet.codec import WorkerFacts
 from service.fleet.mirror_metrics import MirrorCollector
 from service.fleet.mirrors import PageMirrors
@@ -49,6 +49,9 @@ from service.text.chat import ChatTemplate
 from service.text.threads import TextThreads
 from service.text.tokenizer import Tokenizer
 from service.version import VERSION, source_revision
+
+if TYPE_CHECKING:
+    from service.tracing import Tracing
 
 PUBLIC_SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
@@ -103,6 +106,7 @@ class Service:
             admission=Admission(config.max_calls),
             watches=Admission(config.max_watches),
             live=LiveCalls(),
+            tracing=_tracing(config),
         )
         self._mirrors = PageMirrors()
         self.backstage.pool.add_listener(self._mirrors)
@@ -151,6 +155,8 @@ class Service:
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_SECONDS):
                 await backstage.live.wait_until_empty()
+        if backstage.tracing is not None:
+            await asyncio.to_thread(backstage.tracing.close)
         self._close()
         log.info("event=drained")
 
@@ -242,6 +248,17 @@ class Service:
         self._threads.close()
         if self._config.address.startswith("unix:"):
             Path(self._config.address.removeprefix("unix:")).unlink(missing_ok=True)
+
+
+def _tracing(config: ServiceConfig) -> "Tracing | None":
+    """What sends traces; None without an endpoint, and then OpenTelemetry is not even imported."""
+    if not config.otlp_endpoint:
+        return None
+    try:
+        from service.tracing import Tracing
+    except ModuleNotFoundError as error:
+        raise ConfigError("otlp_endpoint: needs OpenTelemetry: pip install 'kvatlas[tracing]'") from error
+    return Tracing(config.otlp_endpoint, ratio=config.trace_ratio, instance=config.instance, version=VERSION)
 
 
 def _listen(server: grpc.aio.Server, address: str) -> int:

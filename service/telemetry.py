@@ -64,6 +64,7 @@ class Telemetry(Interceptor):
             received=time.monotonic(),
             attempts_before=_whole(metadata_value(context, "grpc-previous-rpc-attempts")),
             traceparent=metadata_value(context, "traceparent"),
+            tracestate=metadata_value(context, "tracestate"),
         )
         token = current_call.set(call)
         series.started.inc()
@@ -80,8 +81,8 @@ class Telemetry(Interceptor):
             code = call.code if call.code != "OK" else _CODE_NAMES.get(context.code(), "UNKNOWN")
             raise
         finally:
+            self._end(call, series, code)  # its line in the log still knows the call
             current_call.reset(token)
-            self._end(call, series, code)
 
     def _end(self, call: Call, series: _MethodSeries, code: str) -> None:
         seconds = time.monotonic() - call.received

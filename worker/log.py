@@ -4,9 +4,12 @@ Knows nothing of what is logged. Nothing here is called per token.
 """
 
 import logging
+import re
 import sys
 import time
 from typing import TextIO
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def log_event(logger: logging.Logger, level: int, name: str, /, **values: object) -> None:
@@ -14,6 +17,12 @@ def log_event(logger: logging.Logger, level: int, name: str, /, **values: object
     if logger.isEnabledFor(level):
         pairs = " ".join(f"{key}={_quoted(value)}" for key, value in values.items())
         logger.log(level, "event=%s %s", name, pairs)
+
+
+def trace_id_of(traceparent: str) -> str:
+    """Trace id of a W3C trace context, "-" for anything else: a client may have sent it."""
+    found = _TRACEPARENT.fullmatch(traceparent)
+    return found[1] if found else "-"
 
 
 def set_up(level: str, stream: TextIO | None = None) -> None:

@@ -10,7 +10,7 @@ from worker.channels import OutputQueue
 from worker.description import PoolDescription
 from worker.execution.runner import Runner
 from worker.ids import Row
-from worker.log import log_event
+from worker.log import log_event, trace_id_of
 from worker.messages import (
     Abort,
     AddAnswer,
@@ -93,7 +93,8 @@ class Obedience:
                 outcome = self._scheduler.add(spec, now)
         except Exception:
             # Refusing one request is better than ending all; the audit tells whether the books suffered.
-            logger.exception("event=add_failed request=%s", spec.request_id)
+            trace_id = trace_id_of(spec.traceparent)
+            logger.exception("event=add_failed request=%s trace=%s", spec.request_id, trace_id)
             outcome = AddOutcome(AddStatus.INVALID, message="internal error")
         self._outputs.put(AddAnswer(spec.source, spec.sequence_id, spec.sample_count, outcome))
 

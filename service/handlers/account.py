@@ -4,28 +4,32 @@ Owns its clock readings, all of the monotonic clock: uvloop's ticks in milliseco
 by who sends the message.
 """
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from service.metrics import ServiceMetrics
-from service.request import SequenceStart
+from service.request import SequenceStart, sampled_trace_id
 
 STALLED_WRITE_SECONDS = 0.1
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+MAX_EVENTS = 64  # of one request; a thrashing pool can preempt it for ever
+
+AccountEvent = tuple[str, float, Mapping[str, int | float | str]]
+"""What happened, when by the monotonic clock, and its numbers."""
 
 
 class RequestAccount:
     """Times of one request. `received` and every `now` are of the monotonic clock."""
 
     __slots__ = (
-        *("_last_sent", "_metrics", "_received", "_trace_id"),
-        *("admitted_at", "first_token_at", "last_token_at"),
+        *("_exemplar", "_last_sent", "_metrics"),
+        *("admitted_at", "events", "first_token_at", "last_token_at", "received"),
     )
 
     def __init__(self, metrics: ServiceMetrics, received: float, traceparent: str = "") -> None:
         self._metrics = metrics
-        self._received = received
-        self._trace_id = _trace_id(traceparent)
+        self.received = received
+        trace_id = sampled_trace_id(traceparent)
+        self._exemplar = {"trace_id": trace_id} if trace_id else None
+        self.events: list[AccountEvent] = []  # rare ones, between admission and end
         self._last_sent: dict[int, float] = {}  # by sample
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
@@ -34,7 +38,7 @@ class RequestAccount:
     def admitted(self, now: float, prompt_tokens: int, start: SequenceStart | None) -> None:
         """The request has its pages."""
         self.admitted_at = now
-        self._metrics.queue.observe(now - self._received)
+        self._metrics.queue.observe(now - self.received)
         self._metrics.prompt_tokens.inc(prompt_tokens)
         self._metrics.request_prompt_tokens.observe(prompt_tokens)
         if start is not None and start.prefix is not None:
@@ -46,14 +50,18 @@ class RequestAccount:
         self.last_token_at = now
         if self.first_token_at is None:
             self.first_token_at = now
-            exemplar = {"trace_id": self._trace_id} if self._trace_id else None
-            self._metrics.ttft.observe(now - self._received, exemplar)
+            self._metrics.ttft.observe(now - self.received, self._exemplar)
             if self.admitted_at is not None:
                 self._metrics.prefill.observe(now - self.admitted_at)
         last = self._last_sent.get(index)
         self._last_sent[index] = now
         if last is not None and are_sent:
             self._metrics.itl.observe(now - last)
+
+    def happened(self, what: str, now: float, **numbers: int | float | str) -> None:
+        """Something that a trace shows: a preemption, another worker."""
+        if len(self.events) < MAX_EVENTS:
+            self.events.append((what, now, numbers))
 
     def written(self, seconds: float) -> None:
         """A write took so long."""
@@ -63,7 +71,7 @@ class RequestAccount:
     def ended(self, outcome: str, now: float, tokens_by_sample: Sequence[int]) -> None:
         """The request is over."""
         self._metrics.requests[outcome].inc()
-        self._metrics.duration[outcome].observe(now - self._received)
+        self._metrics.duration[outcome].observe(now - self.received)
         if self.admitted_at is None:
             return
         self._metrics.request_generated_tokens.observe(sum(tokens_by_sample))
@@ -74,15 +82,9 @@ class RequestAccount:
 
     def age(self, now: float) -> float:
         """Seconds since the call was received."""
-        return now - self._received
+        return now - self.received
 
     @property
     def queue_seconds(self) -> float:
         """Receive to admission."""
-        return (self.admitted_at or self._received) - self._received
-
-
-def _trace_id(traceparent: str) -> str:
-    """Trace id of a W3C trace context; empty for anything else, which a client may send."""
-    found = _TRACEPARENT.fullmatch(traceparent)
-    return found[1] if found else ""
+        return (self.admitted_at or self.received) - self.received

@@ -1,6 +1,7 @@
 """What all handlers work with. Made once by server.py; owns nothing itself."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from service import errors
 from service.admission import Admission
@@ -12,6 +13,9 @@ from service.handlers.prompts import Prompts
 from service.handlers.validate import MAX_SAMPLES
 from service.health import HealthBoard
 from service.metrics import ServiceMetrics
+
+if TYPE_CHECKING:
+    from service.tracing import Tracing
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,7 @@ class Backstage:
     admission: Admission  # generations
     watches: Admission  # watch streams of all services
     live: LiveCalls
+    tracing: "Tracing | None" = None  # None: off
 
     def refuse_if_draining(self) -> None:
         """Raises Failure while the process shuts down."""

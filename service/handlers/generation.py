@@ -26,8 +26,9 @@ from service.handlers.convert import StreamShape
 from service.handlers.live import LiveCall
 from service.handlers.opening import Opening
 from service.handlers.run import GenerationRun
+from service.handlers.spans import ending_of
 from service.handlers.verdicts import outcome_of
-from service.request import AbortReason, current_call
+from service.request import AbortReason, Request, current_call
 
 REQUEST_ID_KEY = "x-request-id"
 QUEUE_UPDATE_SECONDS = 1.0
@@ -145,7 +146,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[GenerationRun]:
         """A run that was let in and sent to a worker. Everything is given back at the end, whatever it is."""
         call = current_call.get()
+        trace = self._backstage.tracing.begin(call) if self._backstage.tracing is not None else None
         account = RequestAccount(self._backstage.metrics, call.received, call.traceparent)
+        request: Request | None = None
         live: LiveCall | None = None
         permit = None
         failure: Failure | None = None
@@ -194,7 +197,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 was_cancelled=is_cancelled or (live is not None and live.is_cancelled),
             )
             counts = [choice.num_tokens for choice in done.choices] if done is not None else []
-            account.ended(outcome, monotonic(), counts)
+            now = monotonic()
+            account.ended(outcome, now, counts)
+            if trace is not None:
+                model = self._model_id
+                trace.end(
+                    ending_of(
+                        spec, request, done, account, model=model, outcome=outcome, failure=failure, now=now
+                    )
+                )
 
     # A stream
 

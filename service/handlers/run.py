@@ -219,6 +219,9 @@ class GenerationRun:
         now = monotonic()
         if (move := self._moves.pop(start.sequence_id, None)) is not None:
             self._count_resume(start, move)
+            self.account.happened("moved", now, reason=move.reason.value, worker=self.worker_id)
+        if start.resumed:
+            self.account.happened("readmitted", now, waited_seconds=start.queue_us * 1e-6)
         if self.start is None:
             self.start = start
             # The start is told with the step that followed it, so the worker's own duration is nearer.

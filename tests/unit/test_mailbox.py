@@ -99,11 +99,17 @@ def test_what_came_while_nobody_waited_is_not_missed() -> None:
     run(work())
 
 
-def test_a_start_after_a_preemption_is_no_news() -> None:
+def test_starts_after_preemptions_wake_nobody_and_are_bounded() -> None:
     async def work() -> None:
         inbox, _ = make()
-        inbox.started(SequenceStart(1, None, 0, 0, resumed=True))
-        assert inbox.starts == []
+        waiting = asyncio.ensure_future(inbox.wait())
+        for _ in range(1000):
+            inbox.started(SequenceStart(1, None, 0, 0, resumed=True))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        assert 0 < len(inbox.starts) <= 64
+        waiting.cancel()
 
     run(work())
 

@@ -114,6 +114,7 @@ def request_spec(
         first_choice_index=add.first_choice_index,
         resume_token_ids=resume,
         attempt=add.attempt,
+        traceparent=add.traceparent,
     )
 
 

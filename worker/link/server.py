@@ -20,7 +20,7 @@ from worker.link import codec, status_codec
 from worker.link.addresses import bind, last_endpoint
 from worker.link.commands import CommandDesk
 from worker.link.peers import Peer, Peers, Refused
-from worker.log import log_event
+from worker.log import log_event, trace_id_of
 from worker.messages import (
     Abort,
     AddAnswer,
@@ -235,7 +235,8 @@ class EngineLink:
             outcome = AddOutcome(unfit.status, message=str(unfit))
             inner = codec.inner_id(0, add.sequence_id & codec.LOCAL_ID_MASK)
             if unfit.status is AddStatus.INVALID:
-                log_event(logger, logging.WARNING, "request_invalid", request=add.request_id, why=unfit)
+                about = {"request": add.request_id, "trace": trace_id_of(add.traceparent), "why": unfit}
+                log_event(logger, logging.WARNING, "request_invalid", **about)
             self._send(peer, add_result=codec.add_result(AddAnswer(peer.source, inner, 0, outcome)))
             return
         self._commands.put(AddRequest(spec))

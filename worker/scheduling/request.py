@@ -59,6 +59,7 @@ class RequestSpec:
     first_choice_index: int = 0
     resume_token_ids: Sequence[int] = ()  # output of an earlier run on a lost worker; one sample only
     attempt: int = 0
+    traceparent: str = ""  # W3C trace context, for the log
 
 
 @dataclass(frozen=True, slots=True)
