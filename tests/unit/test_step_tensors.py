@@ -125,3 +125,13 @@ def test_rows_are_started_with_one_write_for_all() -> None:
     assert pool.ids[0, :2].tolist() == [1, 2]
     assert pool.ids[2, 0] == 3
     pool.start_rows([])
+
+
+def test_every_index_tensor_begins_at_a_multiple_of_16_bytes() -> None:
+    """A kernel is compiled for the alignment of its arguments: odd batches must not bring a new one."""
+    table, pool = tables()
+    built = build_step_tensors(step([(2, 0, 3), (1, 0, 5), (0, 0, 2)], [0, 2], 0), table, pool)
+    batch = built.batch
+    columns = (batch.rows, batch.kv_lens, batch.q_indptr, batch.positions, built.sampled_rows)
+    first = min(column.untyped_storage().data_ptr() for column in columns)
+    assert [(column.data_ptr() - first) % 16 for column in columns] == [0] * 5

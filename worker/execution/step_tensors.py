@@ -16,6 +16,7 @@ from worker.execution.token_pool import TokenPool
 from worker.scheduling.step import Step
 
 HostColumn = NDArray[np.int32]
+ALIGNMENT = 4  # int32 entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +68,20 @@ class HostColumns:
         )
 
     def to_device(self, device: torch.device) -> dict[str, Tensor]:
-        """All columns by name, moved in one copy and cut apart there."""
+        """All columns by name, moved in one copy and cut apart there.
+
+        Each begins at a multiple of 16 bytes: kernels are compiled for aligned addresses, and would be
+        compiled anew for others.
+        """
         columns = {name: getattr(self, name) for name in self.__slots__}
-        total = sum(len(column) for column in columns.values())
-        host = torch.empty(total, dtype=torch.int32, pin_memory=device.type == "cuda")
-        np.concatenate(list(columns.values()), out=host.numpy())
-        moved = host.to(device, non_blocking=True)
-        parts = torch.split(moved, [len(column) for column in columns.values()])
-        return dict(zip(columns, parts, strict=True))
+        rooms = [-(-len(column) // ALIGNMENT) * ALIGNMENT for column in columns.values()]
+        host = torch.empty(sum(rooms), dtype=torch.int32, pin_memory=device.type == "cuda")
+        for part, column in zip(torch.split(host, rooms), columns.values(), strict=True):
+            part.numpy()[: len(column)] = column
+        parts = torch.split(host.to(device, non_blocking=True), rooms)
+        return {
+            name: part[: len(column)] for (name, column), part in zip(columns.items(), parts, strict=True)
+        }
 
 
 def build_step_tensors(step: Step, page_table: PageTable, token_pool: TokenPool) -> StepTensors:
