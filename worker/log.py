@@ -7,6 +7,8 @@ import logging
 import re
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -17,6 +19,14 @@ def log_event(logger: logging.Logger, level: int, name: str, /, **values: object
     if logger.isEnabledFor(level):
         pairs = " ".join(f"{key}={_quoted(value)}" for key, value in values.items())
         logger.log(level, "event=%s %s", name, pairs)
+
+
+@contextmanager
+def log_phase(logger: logging.Logger, phase: str) -> Iterator[None]:
+    """Logs how long a part of the start took, once it is over."""
+    began = time.monotonic()
+    yield
+    log_event(logger, logging.INFO, "phase", phase=phase, seconds=time.monotonic() - began)
 
 
 def trace_id_of(traceparent: str) -> str:

@@ -31,9 +31,10 @@ from worker.execution.cpu_model import cpu_parts
 from worker.execution.kv_pool import bytes_per_page, pages_that_fit
 from worker.execution.runner import Runner
 from worker.execution.torch_runner import RunnerConfig, TorchRunner
-from worker.log import log_event
+from worker.log import log_event, log_phase
 from worker.model.config import ModelConfig
-from worker.model.layers import torch_linear
+from worker.model.invariant import invariant_linear
+from worker.model.layers import LinearFactory, torch_linear
 from worker.model.llama import Model
 from worker.model.parameters import parameter_shapes
 from worker.model.quantized import LEAST_CAPABILITY, fp8_linear
@@ -50,8 +51,6 @@ class TorchDevice:
 
     def facts(self, config: WorkerConfig) -> DeviceFacts:
         """See Device."""
-        if config.deterministic:
-            raise ConfigError("deterministic: no backend of this release promises it")
         files = resolve_model(config.model)
         model, device, dtype = read_config(files), _device(config), _dtype(config)
         kv_dtype = _kv_dtype(config, dtype)
@@ -84,7 +83,8 @@ class TorchDevice:
         files, device, dtype = resolve_model(config.model), _device(config), _dtype(config)
         kv_dtype = _kv_dtype(config, dtype)
         choice = choose(config, read_config(files), look_around(config, read_config(files), device, kv_dtype))
-        model = _load(files, config, device, dtype, is_fast_cpu=choice.name == "cpu")
+        with log_phase(logger, "weights"):
+            model = _load(files, config, device, dtype, is_fast_cpu=choice.name == "cpu")
         shape = model.config
         backend = _backend(choice, shape, config, device, kv_dtype)
         runner_config = RunnerConfig(
@@ -99,6 +99,7 @@ class TorchDevice:
             attention_scale=shape.attention_scale,
             kv_dtype=kv_dtype,
             poison=config.debug_poison,
+            max_step_tokens=config.max_batch_tokens,
             kv_scales=measure_kv_scales(model, device) if kv_dtype == E4M3 else (),
         )
         log_event(
@@ -113,16 +114,16 @@ class TorchDevice:
             backend=choice.label,
             because=choice.reason,
         )
-        return _runner(choice, model, backend, runner_config, device)
+        make = _runner(choice, device, deterministic=config.deterministic)
+        return make(model, backend, runner_config, device)
 
 
-def _runner(
-    choice: Choice, model: Model, backend: AttentionBackend, config: RunnerConfig, device: torch.device
-) -> Runner:
-    if device.type == "cuda" and choice.name in ("triton", "flashinfer"):
-        runner = import_module("worker.execution.cuda_runner").CudaRunner
-        return cast(Runner, runner(model, backend, config, device))
-    return TorchRunner(model, backend, config, device)
+def _runner(choice: Choice, device: torch.device, *, deterministic: bool) -> Callable[..., Runner]:
+    if device.type != "cuda" or choice.name not in ("triton", "flashinfer"):
+        return TorchRunner
+    name = "InvariantRunner" if deterministic else "CudaRunner"
+    module = "invariant_runner" if deterministic else "cuda_runner"
+    return cast(Callable[..., Runner], getattr(import_module(f"worker.execution.{module}"), name))
 
 
 def _load(
@@ -130,13 +131,14 @@ def _load(
 ) -> Model:
     library = cpu_library() if is_fast_cpu and dtype == torch.float32 else None
     if library is None:
-        linear = fp8_linear if config.weight_dtype == "fp8" else torch_linear
+        if config.deterministic and device.type == "cpu":
+            raise ConfigError("deterministic: on a processor it needs the compiled kernels, and dtype fp32")
         return load_model(
             files,
             device=device,
             dtype=dtype,
             max_context=config.max_context,
-            linear_factory=linear,
+            linear_factory=_linear_factory(config),
             seed=config.seed,
         )
     library.use_precision("fast" if config.cpu_precision == "fast" else "exact")
@@ -151,6 +153,12 @@ def _load(
         operations=parts.operations,
         seed=config.seed,
     )
+
+
+def _linear_factory(config: WorkerConfig) -> LinearFactory:
+    if config.deterministic:
+        return invariant_linear
+    return fp8_linear if config.weight_dtype == "fp8" else torch_linear
 
 
 def _backend(
@@ -172,6 +180,9 @@ def _backend(
 
 
 def _triton(heads: tuple[int, int, int], config: WorkerConfig) -> AttentionBackend:
+    if config.deterministic:
+        invariant = import_module("kernels.invariant_backend").InvariantBackend
+        return cast(AttentionBackend, invariant(*heads[:2]))
     backend = import_module("kernels.triton_backend").TritonBackend
     return cast(AttentionBackend, backend(*heads, config.max_context))
 
@@ -220,6 +231,8 @@ def _check_weight_dtype(config: WorkerConfig, device: torch.device, dtype: torch
         raise ConfigError(f"weight_dtype: fp8 products need a CUDA device of capability {needed} or more")
     if dtype != torch.bfloat16:
         raise ConfigError("weight_dtype: fp8 goes with dtype bf16")
+    if config.deterministic:
+        raise ConfigError("deterministic: fp8 products depend on the batch")
 
 
 def _model_bytes(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype) -> int:

@@ -82,6 +82,13 @@ class DecodeGraphs:
         for size in first_sizes(self.sizes) if self._captures else []:
             self._capture(size, with_filters=False)
 
+    def run_bodies(self) -> None:
+        """What `capture_first` records, eagerly, with and without filters: for compiling it beforehand."""
+        for size in first_sizes(self.sizes):
+            self.prepare([], [], size)
+            for with_filters in (False, True):
+                self.body(size, with_filters)
+
     def capture_wanted(self) -> None:
         """Captures the size that the last step lacked, if it lacked any: a few milliseconds of the host."""
         if self._wanted is not None:

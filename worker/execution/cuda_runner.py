@@ -4,6 +4,7 @@ Owns the graphs and the device's copy of the rows' sampling parameters. Rows who
 bias, masked stop tokens or log-probabilities are drawn by the plain sampler, with the same noise.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from kernels.backend import GraphBackend
 from kernels.batch import KvLayer
+from kernels.compile_ahead import compiling
 from kernels.sample import make_scratch, sample
 from kernels.sample_columns import SampleRow, make_columns, write_rows
 from worker.execution.cuda_graphs import DecodeGraphs, DecodeTables
@@ -20,11 +22,15 @@ from worker.execution.on_the_way import OnTheWay
 from worker.execution.runner import StepHandle
 from worker.execution.sampler import Sampled
 from worker.execution.sampling_state import NO_LOGPROBS
-from worker.execution.step_tensors import StepTensors
-from worker.execution.torch_runner import NO_TOKEN_ID, RunnerConfig, TorchRunner
+from worker.execution.step_tensors import StepTensors, build_step_tensors
+from worker.execution.torch_runner import NO_TOKEN_ID, RunnerConfig, TorchRunner, nonfinite_tokens
+from worker.execution.warm_steps import warm_steps
+from worker.log import log_phase
 from worker.model.fused import FusedModel
 from worker.model.llama import Model
 from worker.scheduling.step import RowStart, Step, StepResult
+
+log = logging.getLogger("worker.device")
 
 
 class CudaRunner(TorchRunner):
@@ -40,7 +46,8 @@ class CudaRunner(TorchRunner):
         max_graph_batch: int = 256,
         capture: bool = True,
     ) -> None:
-        super().__init__(model, backend, config, device)
+        with log_phase(log, "pool"):
+            super().__init__(model, backend, config, device)
         self._fused = FusedModel(model)
         self._attention = backend
         self._columns = make_columns(config.max_running + 1, device)
@@ -62,7 +69,40 @@ class CudaRunner(TorchRunner):
             capture=capture,
         )
         with torch.inference_mode():
-            self.graphs.capture_first()
+            self._warm_up(capture)
+
+    def _warm_up(self, capture: bool) -> None:
+        """Compiles, captures and runs what steps of all sizes need, so that no request waits for it."""
+        if self._device.type != "cuda":
+            return
+        config = self._config
+        steps = warm_steps(
+            max_step_tokens=config.max_step_tokens,
+            max_running=config.max_running,
+            row_width=self.page_table.slots.shape[1],
+            dummy_row=config.max_running,
+        )
+        with log_phase(log, "compile"), compiling():
+            self.graphs.run_bodies()
+            for step in steps[:1] + steps[-2:]:
+                self._run_dummies(step)
+        if capture:
+            with log_phase(log, "capture"):
+                self.graphs.capture_first()
+        with log_phase(log, "warm_steps"):
+            for step in steps:
+                self._run_dummies(step)
+            self.token_pool.ids[config.max_running] = 0  # the dummy row feeds token 0
+            torch.cuda.synchronize()
+
+    def _run_dummies(self, step: Step) -> None:
+        """An eager step without its results; its rows are the dummy row."""
+        tensors = build_step_tensors(step, self.page_table, self.token_pool)
+        hidden = self._forward(tensors)
+        logits = self._logits(hidden[tensors.sampled_tokens])
+        for with_filters in (False, True):
+            self._draw(tensors, logits, with_filters=with_filters)
+        OnTheWay(nonfinite_tokens(hidden)).arrived()
 
     def _run(self, step: Step, began: float) -> StepHandle:
         self._start_columns(step.row_starts)
@@ -130,18 +170,21 @@ class CudaRunner(TorchRunner):
         if len(rows) == 0 or not self._is_plain(rows):
             return super()._sample(tensors, hidden)
         logits = self._logits(hidden[tensors.sampled_tokens])
-        ids, is_finite = sample(
+        ids, is_finite = self._draw(tensors, logits, with_filters=bool(self._has_filters[rows].any()))
+        # Copies: the scratch is the next step's as soon as that is launched.
+        return Sampled(ids.clone(), is_finite.clone(), [], [], None)
+
+    def _draw(self, tensors: StepTensors, logits: Tensor, *, with_filters: bool) -> tuple[Tensor, Tensor]:
+        return sample(
             logits,
             tensors.sampled_rows,
             tensors.sampled_ends,
             self._columns,
             self._scratch,
             self._config.vocab_size,
-            with_filters=bool(self._has_filters[rows].any()),
+            with_filters=with_filters,
             token_pool=self.token_pool.ids,
         )
-        # Copies: the scratch is the next step's as soon as that is launched.
-        return Sampled(ids.clone(), is_finite.clone(), [], [], None)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._fused.logits(hidden)

@@ -23,13 +23,14 @@ from worker.execution.kv_pool import KvPool, KvScales
 from worker.execution.on_the_way import OnTheWay
 from worker.execution.page_table import PageTable
 from worker.execution.prompt_logprobs import PromptLogprobs
-from worker.execution.runner import StepHandle
+from worker.execution.runner import RowsRead, StepHandle
 from worker.execution.sampler import Sampled, Sampler
 from worker.execution.sampling_state import SamplingState
 from worker.execution.step_tensors import StepTensors, build_step_tensors
 from worker.execution.token_pool import TokenPool
 from worker.model.llama import Attend
 from worker.model.llama import Model as LlamaModel
+from worker.scheduling.audit import RowSpan
 from worker.scheduling.step import Step, StepResult, TokenLogprob
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class RunnerConfig:
     attention_scale: float
     kv_dtype: torch.dtype = torch.float32
     poison: bool = False
+    max_step_tokens: int = 0  # of the largest step, to warm up with; 0: unknown
     kv_scales: KvScales = ()  # of an fp8 pool
 
 
@@ -83,6 +85,9 @@ class TorchRunner:
     def __init__(
         self, model: Model, backend: AttentionBackend, config: RunnerConfig, device: torch.device
     ) -> None:
+        self._weight_bytes = 0  # what is on the GPU before anything else is
+        if device.type == "cuda":
+            self._weight_bytes = torch.cuda.memory_allocated(device)
         self._model = model
         self._paged_model = _paged_model(model, backend, config.kv_dtype)
         self._backend = backend
@@ -135,6 +140,24 @@ class TorchRunner:
         """Slots [0, num_slots[i]) of rows[i] as they are on the device."""
         return self.page_table.read_rows(rows, num_slots)
 
+    def begin_read(self, spans: Sequence[RowSpan]) -> RowsRead:
+        """Begins to copy parts of rows from the device; never waits."""
+        return self.page_table.begin_read([(span.row, span.first, len(span.slots)) for span in spans])
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Memory of the GPU by use, as docs/metrics.md names it; empty without one. From any thread."""
+        if self._device.type != "cuda":
+            return {}
+        used, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
+        pool = self.kv_pool.num_bytes
+        return {
+            "weights": self._weight_bytes,
+            "kv_pool": pool,
+            "workspace": used - self._weight_bytes - pool,
+            "torch_reserved": reserved - used,
+            "free": torch.cuda.mem_get_info(self._device)[0],
+        }
+
     def poison_pages(self, pages: Sequence[int]) -> None:
         """For poison mode: fills pages that became FREE with NaN. Call once no step in flight has them."""
         self.kv_pool.poison_pages(pages)
@@ -166,7 +189,7 @@ class TorchRunner:
         hidden = self._forward(tensors)
         sampled = self._sample(tensors, hidden)
         prompt = self._prompt_logprobs.of_step(step, tensors, hidden)
-        return _Launched(step, sampled, _nonfinite_tokens(hidden), tensors, prompt, began)
+        return _Launched(step, sampled, nonfinite_tokens(hidden), tensors, prompt, began)
 
     def _refresh(self, pages: Sequence[int]) -> None:
         if pages and isinstance(self._backend, CopyOfPages):
@@ -209,7 +232,7 @@ def _sampler(state: SamplingState, backend: AttentionBackend) -> Sampler:
     return Sampler(state)
 
 
-def _nonfinite_tokens(hidden: Tensor) -> Tensor:
+def nonfinite_tokens(hidden: Tensor) -> Tensor:
     """Which tokens' hidden states hold NaN or infinity, bool [num_tokens]: one pass, no mask of full size."""
     return ~hidden.sum(dim=-1, dtype=torch.float32).isfinite()
 

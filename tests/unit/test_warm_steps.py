@@ -1,0 +1,27 @@
+"""Steps that warm a runner up: every size class, within the limits of real steps, in the dummy row alone."""
+
+from worker.execution.warm_steps import SMALLEST, warm_steps
+
+
+def test_prompts_alone_halve_from_the_largest_step_down() -> None:
+    steps = warm_steps(max_step_tokens=500, max_running=4, row_width=128, dummy_row=4)
+    alone = [step for step in steps if step.num_decode == 0]
+    assert [sum(step.ends) - sum(step.starts) for step in alone] == [500, 250, 125, 62, 31]
+    assert min(sum(step.ends) for step in alone) >= SMALLEST
+
+
+def test_the_largest_and_the_smallest_step_also_come_with_decodes() -> None:
+    steps = warm_steps(max_step_tokens=500, max_running=4, row_width=128, dummy_row=4)
+    mixed = [step for step in steps if step.num_decode]
+    assert [(step.num_decode, sum(step.ends) - sum(step.starts)) for step in mixed] == [(4, 500), (4, 31)]
+    for step in mixed:
+        lens = [end - start for start, end in zip(step.starts, step.ends, strict=True)]
+        assert lens[: step.num_decode] == [1] * step.num_decode
+
+
+def test_no_span_leaves_the_dummy_row() -> None:
+    """S1-31: nobody's pages are read or written; a row is never longer than the table is wide."""
+    for step in warm_steps(max_step_tokens=300, max_running=8, row_width=64, dummy_row=8):
+        assert set(step.rows) == {8}
+        assert max(step.ends) <= 64
+        assert len(step.sampled) <= 8

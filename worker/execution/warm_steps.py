@@ -1,0 +1,50 @@
+"""Steps of nobody: padding rows in all sizes that occur, so that real ones find everything ready.
+
+Knows the shape of a step, not what runs it. All spans are in the dummy row, which reads and writes the dummy
+page alone.
+"""
+
+from array import array
+from collections.abc import Iterator
+
+from worker.ids import SequenceId
+from worker.scheduling.step import Step
+
+SMALLEST = 16  # tokens
+DECODE_CONTEXT = 640  # more than one chunk of decode attention
+
+
+def warm_steps(*, max_step_tokens: int, max_running: int, row_width: int, dummy_row: int) -> list[Step]:
+    """Prompts alone, then prompts beside decodes: from the largest step down, each half of the one before."""
+    sizes = list(_halves(max_step_tokens))
+    steps = [_step(_prompts(size, row_width), dummy_row, 0, max_running) for size in sizes]
+    for size in sizes[:1] + sizes[-1:]:
+        num_decode = min(max_running, size // 2)
+        context = min(DECODE_CONTEXT, row_width)
+        spans = [(context - 1, context)] * num_decode + _prompts(size - num_decode, row_width)
+        steps.append(_step(spans, dummy_row, num_decode, max_running))
+    return steps
+
+
+def _halves(size: int) -> Iterator[int]:
+    while size >= SMALLEST:
+        yield size
+        size //= 2
+
+
+def _prompts(num_tokens: int, longest: int) -> list[tuple[int, int]]:
+    whole, rest = divmod(num_tokens, longest)
+    return [(0, longest)] * whole + ([(0, rest)] if rest else [])
+
+
+def _step(spans: list[tuple[int, int]], row: int, num_decode: int, max_sampled: int) -> Step:
+    starts, ends = zip(*spans, strict=True)
+    return Step(
+        number=0,
+        sequence_ids=[SequenceId(0)] * len(spans),
+        rows=array("i", [row] * len(spans)),
+        starts=array("i", starts),
+        ends=array("i", ends),
+        sampled=tuple(range(min(len(spans), max_sampled))),
+        num_decode=num_decode,
+    )
