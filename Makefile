@@ -75,7 +75,7 @@ fix: $(DEV)  ## the mirror of check: format, safe fixes, protos, tables of the d
 bench: $(DEV)  ## what a step, a token and a stream cost, into benchmarks/results/
 	@$(PYTHON) -m benchmarks.control_plane
 	@$(PYTHON) -m benchmarks.cpu "$$($(PYTHON) -m kvatlas.cli pull)"
-	@$(PYTHON) -m benchmarks.serving
+	@$(PYTHON) -m benchmarks.streaming
 
 protos: $(DEV)  ## compile the protos beside their sources
 	@$(PYTHON) protos/generate.py

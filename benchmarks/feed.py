@@ -3,7 +3,7 @@
 One worker's feed of changed pages and sequences, as bytes, into the mirror and out to one watcher, as
 bytes again: microseconds a frame for each part, at 0.2 % of the pages changed a frame and 256 running
 sequences of which a sixth got a page. Snapshots by part. No sockets, no gRPC: their cost a message is in
-`benchmarks.serving`.
+`benchmarks.streaming`.
 """
 
 import argparse

