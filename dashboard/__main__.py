@@ -1,0 +1,86 @@
+"""`python -m dashboard`: config, app, serve. No logic."""
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvicorn
+
+from dashboard import process
+from dashboard.config import ConfigError, DashboardConfig, from_args, wants_print
+
+USAGE_STATUS, START_STATUS = 2, 1
+PARENT_WATCH_SECONDS = 0.5
+GRACE_SECONDS = 3  # for open sockets, when it ends
+
+logger = logging.getLogger("dashboard")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serves until a signal; returns the exit status."""
+    try:
+        config = from_args(arguments)
+    except ConfigError as error:
+        sys.stderr.write(f"python -m dashboard: {error}\n")
+        return USAGE_STATUS
+    if wants_print(arguments):
+        sys.stdout.write(config.printable() + "\n")
+        return 0
+    logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s %(message)s")
+    process.install(config)
+    return asyncio.run(_serve(config))
+
+
+async def _serve(config: DashboardConfig) -> int:
+    from dashboard.web import make_app  # imports Streamlit: a wrong flag should not take seconds
+
+    server = uvicorn.Server(
+        uvicorn.Config(
+            make_app(config),
+            host=config.host,
+            port=config.port,
+            ws="websockets-sansio",
+            ws_per_message_deflate=False,  # our frames are compressed once, not once for each viewer
+            log_level="warning",
+            timeout_graceful_shutdown=GRACE_SECONDS,
+        )
+    )
+    tell = asyncio.ensure_future(_tell_when_ready(server, config))
+    watch = asyncio.ensure_future(_watch_parent(config.parent_watch, server))
+    try:
+        await server.serve()
+    except SystemExit:  # uvicorn could not bind; it has said why
+        return START_STATUS
+    finally:
+        tell.cancel()
+        watch.cancel()
+    return 0 if server.started else START_STATUS
+
+
+async def _tell_when_ready(server: uvicorn.Server, config: DashboardConfig) -> None:
+    while not server.started:
+        await asyncio.sleep(0.02)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    url = f"http://{config.host}:{port}{config.prefix}/"
+    logger.info("event=serving url=%s server=%s", url, config.server if not config.demo else "demo")
+    if config.ready_file:
+        path = Path(config.ready_file)
+        aside = path.with_suffix(".new")
+        aside.write_text(json.dumps({"url": url, "port": port, "pid": os.getpid()}))
+        aside.replace(path)
+
+
+async def _watch_parent(pid: int, server: uvicorn.Server) -> None:
+    while pid and os.getppid() == pid:
+        await asyncio.sleep(PARENT_WATCH_SECONDS)
+    if pid:
+        logger.warning("event=parent_gone pid=%d", pid)
+        server.should_exit = True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,95 @@
+"""DashboardConfig: every setting of the dashboard, frozen, checked once.
+
+Flags win over KVATLAS_DASHBOARD_* variables, those over a TOML file, that over the defaults. This is the
+only file of the dashboard that reads the environment.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvatlas.client.channel import DEFAULT_ADDRESS
+from kvatlas.settings import ConfigError, Reader, as_toml, option, range_faults
+
+__all__ = ["ConfigError", "DashboardConfig", "from_args", "wants_print"]
+
+
+@dataclass(frozen=True, slots=True)
+class DashboardConfig:
+    """Settings of one dashboard process."""
+
+    server: str = option(DEFAULT_ADDRESS, "address of the service: host:port, dns:///name:port, unix:/path")
+    listen: str = option("127.0.0.1:8501", "host:port where browsers come; port 0: any free one")
+    base_path: str = option("", "path under which a proxy shows the dashboard, e.g. kvatlas")
+    allowed_origins: tuple[str, ...] = option(
+        (), "origins beside our own that may open the page feed, joined by commas"
+    )
+    token_file: str = option("", "file with the bearer token for the service", metavar="FILE")
+    grafana_url: str = option("", "where Grafana is, for links; empty: no links", metavar="URL")
+    demo: bool = option(False, "show a simulated pool; no server is asked")
+    demo_pages: int = option(4096, "pages of the simulated pool", low=64, high=1 << 21)
+    history_seconds: int = option(600, "how far back the map can be shown", low=10, high=3600)
+    max_viewers: int = option(64, "open page feeds at most", low=1, high=1024)
+    theme: str = option("auto", "colours", choices=("auto", "light", "dark"))
+    ready_file: str = option("", "write the address there, as JSON, when ready", metavar="FILE")
+    parent_watch: int = option(
+        0,
+        "end when the process of this id is no longer the parent; 0: off",
+        low=0,
+        bare=os.getppid,  # a bare flag watches the parent of this moment
+        metavar="PID",
+    )
+    log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        faults = range_faults(self)
+        host, _, port = self.listen.rpartition(":")
+        if not host or not port.isdigit() or int(port) > 65535:
+            faults.append(f"listen: {self.listen!r} is not host:port")
+        if self.token_file and not Path(self.token_file).is_file():
+            faults.append(f"token_file: no file {self.token_file!r}")
+        if faults:
+            raise ConfigError("; ".join(faults))
+
+    @property
+    def host(self) -> str:
+        """Where to listen."""
+        return self.listen.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """Where to listen; 0: any free one."""
+        return int(self.listen.rpartition(":")[2])
+
+    @property
+    def prefix(self) -> str:
+        """The base path as the beginning of a URL's path: "" or "/name"."""
+        path = self.base_path.strip("/")
+        return f"/{path}" if path else ""
+
+    def read_token(self) -> str:
+        """The token, or "". Read again for each new channel, so that it can be replaced."""
+        return Path(self.token_file).read_text().strip() if self.token_file else ""
+
+    def printable(self) -> str:
+        """One line per setting, as a TOML file that gives this config again."""
+        return as_toml(self)
+
+
+_READER = Reader(
+    DashboardConfig,
+    program="python -m dashboard",
+    prefix="KVATLAS_DASHBOARD_",
+    description="The kvatlas dashboard: the KV cache of a running server, live, in a browser.",
+)
+
+
+def from_args(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> DashboardConfig:
+    """The config of a command line. Raises ConfigError; --help and bad flags end the program."""
+    return _READER.read(arguments, os.environ if environment is None else environment)
+
+
+def wants_print(arguments: Sequence[str]) -> bool:
+    """Whether the command line asks to show the config and end."""
+    return _READER.wants_print(arguments)

@@ -1,0 +1,160 @@
+"""What every view needs: whose pool is shown, what is wrong if it is not, and how often to look again."""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import streamlit as st
+from streamlit.runtime.scriptrunner import get_script_run_ctx
+
+from dashboard import process
+from dashboard.live_pages import Follower
+
+TAB_SECONDS = 6.0  # a tab that has not been heard of for this long is closed
+SECONDS_PER_TAB = 0.24  # so that fragments together stay below half a core
+NOTHING = "n/a"
+
+_tabs: dict[str, float] = {}
+_tabs_lock = threading.Lock()
+
+
+def note_tab() -> int:
+    """Says that this tab is open; how many are."""
+    context = get_script_run_ctx(suppress_warning=True)
+    now = time.monotonic()
+    with _tabs_lock:
+        if context is not None:
+            _tabs[context.session_id] = now
+        for name in [name for name, seen in _tabs.items() if now - seen > TAB_SECONDS]:
+            del _tabs[name]
+        return len(_tabs)
+
+
+def period(least_seconds: float = 1.0) -> float:
+    """Seconds between two runs of a view's fragment."""
+    return max(least_seconds, SECONDS_PER_TAB * note_tab())
+
+
+def choose_follower() -> Follower | None:
+    """The worker that is shown; None after an explanation why there is none."""
+    pages = process.live_pages()
+    followers = pages.followers()
+    if not followers:
+        _explain_no_worker()
+        return None
+    wanted = st.query_params.get("worker", "")
+    if len(followers) > 1:
+        names = [each.worker_id for each in followers]
+        picked = st.segmented_control(
+            "Worker", names, default=wanted if wanted in names else None, key="worker_choice"
+        )
+        if picked is None:
+            _show_workers(followers)
+            return None
+        st.query_params["worker"] = picked
+        wanted = picked
+    follower = pages.follower(wanted) or pages.follower("")
+    if follower is None:
+        st.warning(f"No worker is called {wanted!r}.")
+        return None
+    return follower
+
+
+def needs_map(follower: Follower) -> bool:
+    """Whether there is a map; explains if there is none."""
+    status = follower.status
+    if follower.live_map.is_whole:
+        if status.kind in ("stale", "no_service", "gone", "bug", "denied", "limit"):
+            st.caption(f":orange[**{words_of(status.kind)}**, {status.age_seconds:.0f} s: {status.reason}]")
+        return True
+    explain(status.kind, status.reason)
+    return False
+
+
+def words_of(kind: str) -> str:
+    """A status as people say it."""
+    return {
+        "no_service": "no service",
+        "denied": "not allowed",
+        "limit": "too many watches",
+        "gone": "this worker is gone",
+        "bug": "the feed did not fit",
+    }.get(kind, kind)
+
+
+def explain(kind: str, reason: str) -> None:
+    """Why there is no map, and what to do."""
+    address = process.live_pages().source.address
+    if kind == "denied":
+        st.error(f"**Not allowed.** {reason}")
+        st.markdown(
+            "The dashboard sends the token in the file that `--token-file` names; it needs `cache.read`."
+        )
+    elif kind == "limit":
+        st.error(f"**Too many watches.** {reason}")
+    elif kind == "no_service":
+        st.error(f"**No service at {address}.** {reason}")
+        st.markdown("Start one with `kvatlas serve`, or name another with `--server`.")
+    elif kind == "gone":
+        st.error(f"**This worker is gone.** {reason}")
+    else:
+        st.info(f"Connecting to {address} … {reason}")
+
+
+def figures(values: Mapping[str, str], *, is_stale: bool = False) -> None:
+    """One line of figures; struck while they are not of now."""
+    columns = st.columns(len(values))
+    for column, (label, value) in zip(columns, values.items(), strict=True):
+        column.metric(label, f"~~{value}~~" if is_stale else value)
+
+
+def share(part: float, whole: float, digits: int = 0) -> str:
+    """A percentage, or a dash where there is nothing to divide by."""
+    return f"{100 * part / whole:.{digits}f}%" if whole else NOTHING
+
+
+def sequence_name(owner: int, request_id: str, choice_index: int = 0) -> str:
+    """How a sequence is called on the screen: by its owner number, and by its request where that is known."""
+    name = f"#{owner}" + (f"/{choice_index}" if choice_index else "")
+    return f"{name} {request_id}" if request_id else name
+
+
+def grafana_link(dashboard: str = "pages") -> None:
+    """A link to Grafana, where the config says that there is one."""
+    url = process.config().grafana_url.rstrip("/")
+    if url:
+        st.markdown(f"[Grafana]({url}/d/kvatlas-{dashboard})")
+
+
+def state_of(key: str, default: Any) -> Any:
+    """A value of this tab."""
+    return st.session_state.setdefault(key, default)
+
+
+def _explain_no_worker() -> None:
+    pages = process.live_pages()
+    if pages.failure:
+        explain(
+            "denied" if "SCOPE" in pages.failure or "CREDENTIALS" in pages.failure else "no_service",
+            pages.failure,
+        )
+    elif pages.server is not None:
+        st.info("The service runs, and has no worker yet.")
+    else:
+        explain("connecting", "")
+    _look_again()
+
+
+@st.fragment(run_every=1.0)
+def _look_again() -> None:
+    """Runs the view again as soon as there is a worker."""
+    if process.live_pages().followers():
+        st.rerun()
+
+
+def _show_workers(followers: Sequence[Follower]) -> None:
+    for column, follower in zip(st.columns(len(followers)), followers, strict=True):
+        load = follower.load
+        available = share(load.available_pages, load.total_pages) if load else NOTHING
+        column.metric(follower.worker_id, available, help="pages that are free or may be evicted")

@@ -1,0 +1,63 @@
+"""The ASGI application: the Streamlit script and our own routes beside it.
+
+`python -m dashboard` serves it; so does any ASGI server that is given `dashboard.web:app`.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import streamlit as st
+from streamlit import config as streamlit_config
+
+from dashboard import process
+from dashboard.config import DashboardConfig
+from dashboard.live_route import LiveRoutes
+from dashboard.theme import options as theme_options
+
+SCRIPT = Path(__file__).with_name("app.py")
+
+
+def configure(settings: DashboardConfig) -> None:
+    """Streamlit's options; before the app is made."""
+    options: dict[str, Any] = {
+        "server.baseUrlPath": settings.base_path.strip("/"),
+        "server.fileWatcherType": "none",  # a reloaded module would start a second subscriber
+        "server.headless": True,
+        "browser.gatherUsageStats": False,
+        "client.toolbarMode": "minimal",
+        "client.showErrorDetails": "none",
+        "server.showEmailPrompt": False,
+        **theme_options(settings.theme),
+    }
+    for name, value in options.items():
+        streamlit_config.set_option(name, value)
+
+
+def make_app(settings: DashboardConfig) -> Any:
+    """The application of one process."""
+    configure(settings)
+    live = LiveRoutes(
+        process.live_pages,
+        prefix=settings.prefix,
+        allowed=settings.allowed_origins,
+        max_viewers=settings.max_viewers,
+    )
+    return st.App(SCRIPT, routes=live.routes(), lifespan=_lifespan)
+
+
+@asynccontextmanager
+async def _lifespan(app: Any) -> AsyncIterator[None]:
+    process.live_pages()
+    try:
+        yield
+    finally:
+        process.shut_down()
+
+
+def __getattr__(name: str) -> Any:
+    """`app` is made when an ASGI server asks for it, not when somebody imports this module."""
+    if name == "app":
+        return make_app(process.config())
+    raise AttributeError(name)
