@@ -56,8 +56,9 @@ def choose(config: WorkerConfig, model: ModelConfig, around: Surroundings) -> Ch
         raise ConfigError(f"kv_dtype: fp8 pages are read by {', '.join(_WITH_FP8_PAGES)}, not by {name}")
     if name == "flashinfer" and not around.has_flashinfer:
         raise ConfigError("attention_backend: flashinfer is not installed (pip install kvatlas[flashinfer])")
-    if config.deterministic and around.device.type == "cuda" and name != "triton":
-        raise ConfigError(f"deterministic: on a CUDA device only triton promises it, not {name}")
+    keeper = "triton" if around.device.type == "cuda" else "cpu"
+    if config.deterministic and name != keeper:
+        raise ConfigError(f"deterministic: on {around.device.type} only {keeper} promises it, not {name}")
     return Choice(name, "asked for")
 
 

@@ -95,7 +95,10 @@ def test_an_automatic_pool_is_bounded_on_a_processor() -> None:
     ("changes", "named"),
     [
         ({"device": "cuda"}, "cuda"),
-        ({"deterministic": True}, "deterministic"),
+        ({"deterministic": True, "attention_backend": "reference"}, "deterministic"),
+        ({"weight_dtype": "fp8"}, "weight_dtype"),
+        ({"attention_backend": "paged_cuda"}, "paged_cuda"),
+        ({"attention_backend": "flashinfer", "kv_dtype": "fp8"}, "flashinfer"),
     ],
 )
 def test_what_this_machine_or_release_cannot_do_is_refused(changes: dict[str, object], named: str) -> None:

@@ -1,0 +1,77 @@
+"""The runner of `--deterministic` on a GPU: what a row draws does not depend on who else is in the step.
+
+Products and attention are those of the model and the backend it is given (worker/model/invariant.py,
+kernels/invariant_backend.py). Owns what is left: rows drawn by the kernel and rows drawn by the plain sampler
+are kept apart, and the plain sampler gets each row alone, since torch sums rows of other batches otherwise.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.sample import sample
+from worker.execution.cuda_runner import CudaRunner
+from worker.execution.logprobs import LogprobTensors
+from worker.execution.sampler import Sampled
+from worker.execution.step_tensors import StepTensors
+
+
+class InvariantRunner(CudaRunner):
+    """See CudaRunner."""
+
+    def _sample(self, tensors: StepTensors, hidden: Tensor) -> Sampled | None:
+        rows = tensors.sampled_rows_host
+        if len(rows) == 0 or self._is_plain(rows):
+            return super()._sample(tensors, hidden)
+        logits = self._logits(hidden[tensors.sampled_tokens])
+        parts = [self._one(tensors, logits[i : i + 1], i) for i in range(len(rows))]
+        sampled = merged(parts)
+        self.token_pool.write(tensors.sampled_rows, tensors.sampled_ends, sampled.ids)
+        return sampled
+
+    def _one(self, tensors: StepTensors, logits: Tensor, index: int) -> Sampled:
+        """The row at `index` of the sampled ones."""
+        here = slice(index, index + 1)
+        row, end = tensors.sampled_rows_host[here], tensors.sampled_ends_host[here]
+        if not self._is_plain(row):
+            return self._sampler.sample(logits, row, end)
+        ids, is_finite = sample(
+            logits,
+            tensors.sampled_rows[here],
+            tensors.sampled_ends[here],
+            self._columns,
+            self._scratch,
+            self._config.vocab_size,
+            with_filters=bool(np.any(self._has_filters[row])),
+        )
+        return Sampled(ids.long(), is_finite.clone(), [], [], None)
+
+
+def merged(parts: Sequence[Sampled]) -> Sampled:
+    """Outcomes of single rows as that of all of them."""
+    asked = [(i, part) for i, part in enumerate(parts) if part.logprobs is not None]
+    return Sampled(
+        ids=torch.cat([part.ids for part in parts]),
+        is_finite=torch.cat([part.is_finite for part in parts]),
+        logprob_indexes=[i for i, _ in asked],
+        logprob_counts=[count for _, part in asked for count in part.logprob_counts],
+        logprobs=_joined([part.logprobs for _, part in asked if part.logprobs is not None]),
+    )
+
+
+def _joined(parts: Sequence[LogprobTensors]) -> LogprobTensors | None:
+    if not parts:
+        return None
+    width = max(part.top_ids.shape[1] for part in parts)
+
+    def wide(columns: Tensor) -> Tensor:
+        return torch.nn.functional.pad(columns, (0, width - columns.shape[1]))
+
+    return LogprobTensors(
+        chosen=torch.cat([part.chosen for part in parts]),
+        ranks=torch.cat([part.ranks for part in parts]),
+        top_values=torch.cat([wide(part.top_values) for part in parts]),
+        top_ids=torch.cat([wide(part.top_ids) for part in parts]),
+    )
