@@ -84,7 +84,11 @@ class GpuEngine:
         )
         attention = _attention(backend, config, shape.num_heads)
         self.runner: Any
-        if backend in ("triton", "flashinfer", "flashinfer+triton"):
+        if backend == "invariant":
+            from worker.execution.invariant_runner import InvariantRunner
+
+            self.runner = InvariantRunner(model, attention, config, DEVICE, capture=capture)
+        elif backend in ("triton", "flashinfer", "flashinfer+triton"):
             self.runner = CudaRunner(model, attention, config, DEVICE, capture=capture)
         else:
             self.runner = TorchRunner(model, attention, config, DEVICE)
@@ -139,12 +143,15 @@ class GpuEngine:
 
 def _attention(name: str, config: RunnerConfig, num_heads: int) -> Any:
     from kernels.flashinfer_backend import FlashInferBackend
+    from kernels.invariant_backend import InvariantBackend
     from kernels.paged_cuda.backend import PagedCudaBackend
     from kernels.triton_backend import TritonBackend
 
     heads = (num_heads, config.num_kv_heads, config.head_dim)
     paged = {"page_size": config.page_size, "dtype": config.kv_dtype, "device": DEVICE}
     match name:
+        case "invariant":
+            return InvariantBackend(*heads[:2])
         case "reference":
             return ReferenceBackend()
         case "paged_cuda":
