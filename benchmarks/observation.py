@@ -11,7 +11,7 @@ import statistics
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +24,7 @@ from benchmarks.record import percentile, write_result
 from worker.channels import CommandQueue, Handover, OutputQueue
 from worker.description import ModelDescription, PoolDescription, WorkerDescription
 from worker.engine import Engine, EngineSettings
+from worker.execution.fake_runner import CopiedRows
 from worker.ids import SequenceId
 from worker.link import codec, page_codec
 from worker.link.publisher import DELTAS, PageFeed
@@ -36,6 +37,7 @@ from worker.readers.metrics import WorkerCollector
 from worker.readers.observation import Observation
 from worker.readers.observer import Observer
 from worker.readers.sequences import SequenceBook
+from worker.scheduling.audit import RowSpan
 from worker.scheduling.output import OutputColumns
 from worker.scheduling.request import RequestSpec
 from worker.scheduling.sampling import SamplingParams
@@ -84,6 +86,12 @@ class InstantRunner:
         offsets = np.arange(PAGE_SIZE, dtype=np.int32)
         slots = (self._pages[rows][:, :, None] * PAGE_SIZE + offsets).reshape(len(rows), -1)
         return [row[:count].tolist() for row, count in zip(slots, num_slots, strict=True)]
+
+    def begin_read(self, spans: Sequence[RowSpan]) -> CopiedRows:
+        """Parts of rows, copied at once."""
+        lengths = [span.first + len(span.slots) for span in spans]
+        whole = self.read_rows([span.row for span in spans], lengths)
+        return CopiedRows([row[span.first :] for row, span in zip(whole, spans, strict=True)])
 
     def close(self) -> None:
         """Nothing to free."""

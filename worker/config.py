@@ -85,6 +85,9 @@ class WorkerConfig:
     )
     debug: bool = option(False, "a failed audit is an exception that ends the worker")
     debug_poison: bool = option(False, "fill freed pages with NaN")
+    debug_faults: str = option(
+        "", "a fault planted at the start, to try out alarms: page_leak", choices=("", "page_leak")
+    )
     fingerprint_key: str = option("", "hex key of page fingerprints; empty: drawn at each start")
     seed: int = option(0, "of random weights", low=0)
     # Only with --runner fake.

@@ -93,7 +93,6 @@ class Engine:
         self._board = board
         self._on_state = on_state
         self._clock = clock
-        self._obedience = Obedience(scheduler, runner, outputs, board.description.pool)
         self._in_flight: deque[_Launched] = deque()
         self._num_stops = 0
         self._has_failed = False
@@ -108,6 +107,7 @@ class Engine:
             wake_observer=wake_observer,
             clock=clock,
         )
+        self._obedience = Obedience(scheduler, runner, outputs, board.description.pool, self._watch.audit)
         self._traffic = traffic
         self._last_end: float | None = None  # of the step before; None: the engine was idle since
         if traffic is not None:

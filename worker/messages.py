@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from worker.ids import SequenceId
+from worker.readers.audit import SweepReport
 from worker.scheduling.output import OutputColumns
 from worker.scheduling.request import AbortReason, AddOutcome, RequestSpec
 
@@ -81,7 +82,14 @@ class ListPins:
     ticket: Ticket
 
 
-EngineCommand = AddRequest | Abort | DropSource | ReadRows | Flush | Pin | ListPins
+@dataclass(frozen=True, slots=True)
+class CheckIntegrity:
+    """A check of everything, in pieces between steps."""
+
+    ticket: Ticket
+
+
+EngineCommand = AddRequest | Abort | DropSource | ReadRows | Flush | Pin | ListPins | CheckIntegrity
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +163,14 @@ class PinAnswer:
     is_list: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class CheckAnswer:
+    """The answer to CheckIntegrity."""
+
+    ticket: Ticket
+    report: SweepReport
+
+
 class CallError(IntEnum):
     """Why a call failed; numbers are those of google.rpc.Code."""
 
@@ -201,7 +217,9 @@ class EncodedReply:
     is_last: bool
 
 
-LinkMessage = StepOutputs | AddAnswer | RowsAnswer | FlushAnswer | PinAnswer | CallFailure | EncodedReply
+LinkMessage = (
+    StepOutputs | AddAnswer | RowsAnswer | FlushAnswer | PinAnswer | CheckAnswer | CallFailure | EncodedReply
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,4 +238,11 @@ class ReplayCall:
     include_token_ids: bool
 
 
-ObserverCall = SnapshotCall | ReplayCall
+@dataclass(frozen=True, slots=True)
+class IntegrityCall:
+    """What the live audit has found so far; answered by the observer."""
+
+    ticket: Ticket
+
+
+ObserverCall = SnapshotCall | ReplayCall | IntegrityCall

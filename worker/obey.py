@@ -10,6 +10,7 @@ from worker.channels import OutputQueue
 from worker.description import PoolDescription
 from worker.execution.runner import Runner
 from worker.ids import Row
+from worker.live_audit import LiveAudit
 from worker.log import log_event, trace_id_of
 from worker.messages import (
     Abort,
@@ -18,6 +19,8 @@ from worker.messages import (
     CallError,
     CallFailure,
     CallReason,
+    CheckAnswer,
+    CheckIntegrity,
     DropSource,
     EngineCommand,
     Flush,
@@ -51,8 +54,10 @@ class Obedience:
         runner: Runner,
         outputs: OutputQueue[LinkMessage],
         pool: PoolDescription,
+        audit: LiveAudit,
     ) -> None:
         self._scheduler = scheduler
+        self._audit = audit
         self._runner = runner
         self._outputs = outputs
         self._pool = pool
@@ -83,6 +88,8 @@ class Obedience:
                 self._pins.obey(command, now)
             case ListPins():
                 self._pins.list(command, now)
+            case CheckIntegrity():
+                self._check_integrity(command)
 
     def _add(self, command: AddRequest, now: float) -> None:
         spec = command.spec
@@ -111,6 +118,16 @@ class Obedience:
                 command.ticket, CallError.INTERNAL, CallReason.INTERNAL, type(error).__name__
             )
             self._outputs.put(failure)
+
+    def _check_integrity(self, command: CheckIntegrity) -> None:
+        if self._audit.is_sweeping:
+            text = "a check of everything is under way"
+            failure = CallFailure(
+                command.ticket, CallError.RESOURCE_EXHAUSTED, CallReason.QUOTA_EXCEEDED, text
+            )
+            self._outputs.put(failure)
+            return
+        self._audit.sweep(lambda report: self._outputs.put(CheckAnswer(command.ticket, report)))
 
     def _flush(self, command: Flush, now: float) -> FlushAnswer:
         outcome = self._scheduler.flush(

@@ -25,6 +25,7 @@ from worker.description import PoolDescription, WorkerDescription
 from worker.devices import Device, DeviceFacts, row_width
 from worker.engine import EXIT_OK, Engine, EngineSettings
 from worker.execution.runner import Runner
+from worker.faults import plant
 from worker.ids import Row, SequenceId
 from worker.link.addresses import IpcGuard
 from worker.link.http import StatusServer
@@ -251,6 +252,8 @@ class WorkerProcess:
             )
             if self.config.debug_poison:
                 engine.set_poison(_poison_of(runner))
+            if self.config.debug_faults:
+                plant(self.config.debug_faults, self._scheduler)
             if (read_memory := getattr(runner, "memory_bytes", None)) is not None:
                 self.observer.memory.read_from(read_memory)
             self._engine = engine

@@ -4,13 +4,12 @@ Runs on the engine's thread, between steps, and costs it a bounded share of its 
 changes nothing.
 """
 
-import time
 from collections.abc import Callable
 
 from worker.channels import Handover
 from worker.execution.runner import Runner
-from worker.readers.audit import AuditClock, AuditFailed, AuditRound, Finding, compare_rows
-from worker.readers.metric_table import CHECKS
+from worker.live_audit import LiveAudit
+from worker.readers.audit import AuditFailed, AuditRound
 from worker.readers.observation import Observation
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.step import Step
@@ -18,9 +17,6 @@ from worker.stats import StepStats
 
 OBSERVE_SECONDS = 0.1
 IDLE_OBSERVE_SECONDS = 1.0  # an idle worker still accrues idle time
-AUDIT_SHARE = 0.005  # of the engine's time at most
-AUDITED_PAGES = 4096  # looked at one by one in one round, 0.4 us each; the next round goes on behind them
-AUDITED_ROWS = 4  # compared with the device in one round
 
 
 class Watch:
@@ -38,14 +34,13 @@ class Watch:
         clock: Callable[[], float],
     ) -> None:
         self._scheduler = scheduler
-        self._runner = runner
         self._observations = observations
         self._debug = debug
         self._wake_observer = wake_observer
         self._clock = clock
         self._ring = scheduler.cache.events
-        self._audit_clock = AuditClock(audit_interval, AUDIT_SHARE)
-        self._audit: AuditRound | None = None  # not handed over yet
+        self.audit = LiveAudit(scheduler, runner, interval_seconds=audit_interval, clock=clock)
+        self._rounds: list[AuditRound] = []  # not handed over yet
         self._steps: list[StepStats] = []
         self._idle_seconds = 0.0
         self._next_time = 0.0
@@ -70,12 +65,15 @@ class Watch:
 
     def next_time(self, now: float) -> float:
         """When an idle engine should look again."""
-        return self._next_time if self.has_news else now + IDLE_OBSERVE_SECONDS
+        due = self._next_time if self.has_news else now + IDLE_OBSERVE_SECONDS
+        audit = self.audit.next_time(now)
+        return due if audit is None else min(due, audit)
 
     def look(self, now: float) -> None:
         """Audits and hands over what is due. Raises AuditFailed in debug mode."""
-        if self._audit_clock.is_due(now):
-            self._run_audit(now)
+        audit = self.audit.look(now)
+        if audit is not None:
+            self._take_round(audit)
         if now >= self._next_time and self.has_news:
             self.observe(now)
         elif self._ring.number - self._observed > self._ring.capacity // 4:
@@ -98,27 +96,18 @@ class Watch:
             rows_used=counts.running_sequences,
             idle_seconds=self._idle_seconds,
             steps=self._steps,
-            audit=self._audit,
+            audits=self._rounds,
             snapshot=self._scheduler.snapshot() if wants_snapshot else None,
         )
-        self._steps, self._audit = [], None
+        self._steps, self._rounds = [], []
         if not self._observations.put(observation):
             self.wants_snapshot = True  # what was in it is lost to the observer
         self.has_news = False
         self._observed = observation.revision
         self._next_time = now + OBSERVE_SECONDS
 
-    def _run_audit(self, now: float) -> None:
-        findings = [Finding(found.check, str(found)) for found in self._scheduler.check(AUDITED_PAGES)]
-        rows = self._scheduler.rows_for_audit(AUDITED_ROWS)
-        if rows:
-            slots = list(rows.values())
-            on_device = self._runner.read_rows(list(rows), [len(row) for row in slots])
-            findings += compare_rows(list(rows), slots, on_device)
-        seconds = self._clock() - now
-        self._audit_clock.done(now, seconds)
-        checks = CHECKS if rows else CHECKS[:-1]
-        self._audit = AuditRound(checks, findings, seconds, time.time_ns())
+    def _take_round(self, audit: AuditRound) -> None:
+        self._rounds.append(audit)
         self.has_news = True
-        if findings and self._debug:
-            raise AuditFailed("; ".join(finding.text for finding in findings))
+        if audit.findings and self._debug:
+            raise AuditFailed("; ".join(f"{finding.check}: {finding.text}" for finding in audit.findings))

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvatlas.v1 import cache_pb2, server_pb2
+from kvatlas.v1 import cache_pb2, errors_pb2, server_pb2
 from kvatlas.worker.v1 import worker_pb2
 from worker.config import WorkerConfig
 from worker.description import WorkerState
@@ -329,6 +329,63 @@ def test_two_workers_in_one_process_never_meet_in_a_registry(tmp_path: Path) -> 
         assert mine.get_sample_value("kvatlas_pages", {"state": "free"}) == 64
     with pytest.raises(ValueError, match="Duplicated timeseries"):
         WorkerProcess(config_in(tmp_path / "3"), FakeDevice(), registry=mine)
+
+
+# The audit.
+
+
+def test_a_planted_leak_is_counted_told_and_found_by_a_full_check(tmp_path: Path) -> None:
+    """S1-35, S1-36: metrics, the feed and both calls tell of the same page; the worker goes on serving."""
+    running = Running(config_in(tmp_path, debug_faults="page_leak", audit_interval=0.05, fake_step_ms=1.0))
+    try:
+        service = running.ready_service()
+        service.subscribe(b"d")
+        first = service.add(list(range(20)), max_tokens=30)
+        service.finish(first)
+        failed = {"check": "refcount", "result": "fail"}
+        until(lambda: running.metric("kvatlas_integrity_checks_total", **failed) >= 2)
+        assert running.metric("kvatlas_pages", state="active") == 1
+        assert running.metric("kvatlas_requests_running") == 0
+        service.wait(lambda: any(feed.violations for feed in service.feeds))
+        told = next(feed.violations[0] for feed in service.feeds if feed.violations)
+        assert told.check == cache_pb2.INTEGRITY_CHECK_REFCOUNT
+        asked = worker_pb2.Command(integrity=cache_pb2.GetIntegrityRequest())
+        (reply,) = service.command(asked)
+        checks = {stats.check: stats for stats in reply.integrity.checks}
+        assert len(checks) == 6
+        assert checks[cache_pb2.INTEGRITY_CHECK_REFCOUNT].fail_count >= 2
+        assert checks[cache_pb2.INTEGRITY_CHECK_TRIE].fail_count == 0
+        assert checks[cache_pb2.INTEGRITY_CHECK_TRIE].pass_count >= 2
+        assert not reply.integrity.HasField("last_success_time")
+        pages = {v.page_id for v in reply.integrity.violations if v.HasField("page_id")}
+        full = worker_pb2.Command(check_integrity=cache_pb2.RunIntegrityCheckRequest())
+        (reply,) = service.command(full)
+        report = reply.check_integrity
+        assert (report.checked_pages, report.violations_total) == (64, len(report.violations))
+        assert {v.page_id for v in report.violations if v.HasField("page_id")} == pages
+        assert {(v.expected, v.found) for v in report.violations if v.HasField("page_id")} == {("0", "1")}
+        (reply,) = service.command(full)
+        assert reply.error_reason == errors_pb2.ERROR_REASON_QUOTA_EXCEEDED, "one a second"
+        service.finish(service.add(list(range(9)), max_tokens=3))
+    finally:
+        running.close()
+
+
+def test_a_full_check_of_a_sound_worker_under_load_finds_nothing_and_compares_rows(tmp_path: Path) -> None:
+    running = Running(config_in(tmp_path, fake_step_ms=2.0, num_pages=20_000))
+    try:
+        service = running.ready_service()
+        ids = [service.add([number] * 10, max_tokens=400) for number in range(4)]
+        service.wait(lambda: all(service.answers[number].tokens for number in ids))
+        full = worker_pb2.Command(check_integrity=cache_pb2.RunIntegrityCheckRequest())
+        (reply,) = service.command(full)
+        report = reply.check_integrity
+        assert report.violations_total == 0
+        assert (report.checked_pages, report.checked_rows, report.round_count) == (20_000, 4, 5)
+        assert report.last_revision.number >= report.first_revision.number > 0
+        assert report.engine_time.ToNanoseconds() > 0
+    finally:
+        running.close()
 
 
 # The map.

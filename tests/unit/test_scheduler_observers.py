@@ -173,14 +173,15 @@ def test_rows_on_the_device_are_those_of_the_books(overlap: bool) -> None:
     while harness.scheduler.has_work(harness.now):
         harness.turn()
         harness.audit_rows(2)
-        rows = harness.scheduler.rows_for_audit(2)
-        assert len(rows) <= 2
-        audited += len(rows)
+        spans = harness.scheduler.row_spans(2, 8)
+        assert len(spans) <= 2
+        assert all(len(span.slots) <= 8 for span in spans)
+        audited += len(spans)
     assert audited > 20
     harness.add(request(50, range(9), max_tokens=8))
     harness.turn()
     harness.settle()
-    (row,) = harness.scheduler.rows_for_audit(1)
+    row = next(iter(harness.scheduler.row_spans(1, 1000))).row
     line = harness.runner.page_table[row]
     line[0:4], line[4:8] = line[4:8], line[0:4]
     with pytest.raises(AssertionError, match=f"row {row}: the device has"):

@@ -132,8 +132,8 @@ def test_the_row_is_written_for_whole_pages() -> None:
     step = launched(harness)
     harness.settle()
     assert len(step.new_page_ids) == 2
-    rows = harness.scheduler.rows_for_audit(8)
-    slots = rows[next(iter(rows))]
+    (span,) = harness.scheduler.row_spans(8, 1000)
+    slots = span.slots
     assert len(slots) == 8
     assert [slot % 4 for slot in slots] == [0, 1, 2, 3] * 2
     harness.audit_rows()

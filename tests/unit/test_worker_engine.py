@@ -504,10 +504,11 @@ def test_device_rows_that_differ_from_the_books_are_reported(debug: bool) -> Non
             audits: list[AuditRound] = []
             b.wait(
                 lambda: (
-                    audits.extend(s.audit for s in b.observations.take_all() if s.audit is not None)
+                    audits.extend(audit for seen in b.observations.take_all() for audit in seen.audits)
                     or any(audit.findings for audit in audits)
                 )
             )
             finding = next(audit.findings[0] for audit in audits if audit.findings)
             assert finding.check == "device_table"
+            assert finding.row is not None
             assert "by the books" in finding.text

@@ -5,16 +5,24 @@ from array import array
 
 import pytest
 
-from worker.ids import NO_PAGE
+from worker.ids import NO_PAGE, Row
 from worker.pages.events import EventRing, PageEventKind
 from worker.readers import delta
-from worker.readers.audit import AuditBook, AuditClock, AuditRound, Finding, compare_rows
+from worker.readers.audit import (
+    KEPT_FINDINGS,
+    AuditBook,
+    AuditClock,
+    AuditRound,
+    Finding,
+    compare_spans,
+)
 from worker.readers.buckets import Buckets
 from worker.readers.delta import snapshot_parts, totals
 from worker.readers.ledger import Ledger
 from worker.readers.load import LoadMeter
 from worker.readers.metric_table import CHECKS
 from worker.readers.sequences import Fills, SequenceBook
+from worker.scheduling.audit import RowSpan
 from worker.stats import EngineCounts, PoolTotals, SequenceState, SequenceView, StepStats, WaitReason
 
 
@@ -44,27 +52,44 @@ def view(
 
 def test_a_failed_check_is_counted_and_logged_with_both_numbers(caplog: pytest.LogCaptureFixture) -> None:
     book = AuditBook()
-    findings = [Finding("refcount", "references of page 7: expected 2, found 3")]
+    finding = Finding("refcount", "references of page 7", "2", "3", page=7, revision=(41, 5))
     with caplog.at_level(logging.ERROR):
-        book.record(AuditRound(CHECKS[:-1], findings, 0.1, 5))
-    assert book.results["refcount", "fail"] == 1
-    assert book.results["state_sum", "pass"] == 1
-    assert book.results["device_table", "pass"] == 0, "it was not looked at"
-    assert book.last_success_ns == 0
-    assert (
-        'event=audit_failed check=refcount found="references of page 7: expected 2, found 3"' in caplog.text
+        book.record(AuditRound(CHECKS[:-1], [finding], 1, frozenset({"refcount"}), 0.1, 5))
+    counts = book.counts()
+    assert counts["refcount", "fail"] == 1
+    assert counts["state_sum", "pass"] == 1
+    assert counts["device_table", "pass"] == 0, "it was not looked at"
+    assert (book.last_success_ns, book.results["trie"].last_pass_ns) == (0, 5)
+    assert (book.results["refcount"].last_run_ns, book.results["refcount"].last_pass_ns) == (5, 0)
+    line = (
+        'event=audit_failed check=refcount subject="references of page 7" expected=2 found=3 event_number=41'
     )
-    book.record(AuditRound(CHECKS, [], 0.1, 9))
+    assert line in caplog.text
+    book.record(AuditRound(CHECKS, [], 0, frozenset(), 0.1, 9))
     assert book.last_success_ns == 9
+    assert list(book.findings) == [finding]
+
+
+def test_only_the_newest_findings_are_kept_and_all_are_counted() -> None:
+    book = AuditBook()
+    for number in range(1, 31):
+        findings = [Finding("trie", f"page {number}", "a", "b", page=number)] * 7
+        book.record(AuditRound(CHECKS, findings, 1000, frozenset({"trie"}), 0.1, number))
+    assert len(book.findings) == KEPT_FINDINGS
+    assert (book.findings[-1].page, book.findings[0].page) == (30, 16)
+    assert book.num_findings == 30_000
 
 
 def test_rows_are_compared_to_the_first_difference() -> None:
-    same = compare_rows([1], [[4, 5]], [[4, 5]])
-    different = compare_rows([1, 2], [[4, 5, 6], [8]], [[4, 9, 9], [8]])
+    same = compare_spans([RowSpan(Row(1), 0, array("i", (4, 5)))], [[4, 5]], (0, 0), 0)
+    spans = [RowSpan(Row(1), 16, array("i", (4, 5, 6))), RowSpan(Row(2), 0, array("i", (8,)))]
+    different = compare_spans(spans, [[4, 9, 9], [8]], (7, 3), 1)
     assert same == []
     assert [finding.text for finding in different] == [
-        "row 1, position 1: slot 5 by the books, 9 on the device"
+        "row 1, position 17, the first of 2 that differ:"
+        " expected slot 5 by the books, found slot 9 on the device"
     ]
+    assert [(finding.row, finding.revision) for finding in different] == [(1, (7, 3))]
 
 
 def test_rounds_cost_a_bounded_share_of_time() -> None:

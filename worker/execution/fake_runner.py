@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from worker.ids import SequenceId
+from worker.scheduling.audit import RowSpan
 from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.step import RowStart, Step, StepResult, TokenLogprob
 
@@ -93,6 +94,21 @@ class FakeHandle:
         return self.outcome
 
 
+@dataclass(frozen=True, slots=True)
+class CopiedRows:
+    """Parts of rows that were copied at once."""
+
+    slots: list[list[int]]
+
+    def is_ready(self) -> bool:
+        """Always."""
+        return True
+
+    def result(self) -> list[list[int]]:
+        """The slots of each span."""
+        return self.slots
+
+
 class FakeRunner:
     """Implements worker.execution.runner.Runner.
 
@@ -151,6 +167,12 @@ class FakeRunner:
         while self._queue:
             self.run_until(self._queue[0])
         return [self.page_table[row][:count] for row, count in zip(rows, num_slots, strict=True)]
+
+    def begin_read(self, spans: Sequence[RowSpan]) -> CopiedRows:
+        """Parts of rows, after everything that was launched."""
+        lengths = [span.first + len(span.slots) for span in spans]
+        whole = self.read_rows([int(span.row) for span in spans], lengths)
+        return CopiedRows([row[span.first :] for row, span in zip(whole, spans, strict=True)])
 
     def close(self) -> None:
         """Nothing to free."""

@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from worker.execution.on_the_way import OnTheWay
+
 ROW_ALIGNMENT = 32  # entries: rows start at multiples of 128 bytes
 
 
@@ -71,11 +73,30 @@ class PageTable:
         copied = self.slots[index, : max(num_slots)].cpu()
         return [copied[i, :count].tolist() for i, count in enumerate(num_slots)]
 
+    def begin_read(self, spans: Sequence[tuple[int, int, int]]) -> "RowsOnTheWay":
+        """Begins to copy slots [first, first + count) of rows, given as (row, first, count); never waits."""
+        return RowsOnTheWay(self.slots, spans)
+
     def _staging(self, num_entries: int) -> Tensor:
         # A fresh pinned buffer each step: torch's host allocator hands it out again only after the copy
         # that reads it is over, so nothing here has to wait.
         is_pinned = self.slots.device.type == "cuda"
         return torch.empty(3, num_entries, dtype=torch.int64, pin_memory=is_pinned)
+
+
+class RowsOnTheWay:
+    """Parts of the page table, copied to the host behind whatever the device was given before."""
+
+    def __init__(self, table: Tensor, spans: Sequence[tuple[int, int, int]]) -> None:
+        self._copies = [OnTheWay(table[row, first : first + count]) for row, first, count in spans]
+
+    def is_ready(self) -> bool:
+        """Whether the copies have arrived."""
+        return all(copy.is_ready() for copy in self._copies)
+
+    def result(self) -> list[list[int]]:
+        """The slots of each span; waits for the copies."""
+        return [copy.arrived().tolist() for copy in self._copies]
 
 
 def ragged_slots(table: Tensor, rows: Tensor, kv_lens: Tensor) -> Tensor:

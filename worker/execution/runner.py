@@ -1,7 +1,9 @@
 """The seam between decision and device. Two implementations: torch_runner and fake_runner."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
+from worker.scheduling.audit import RowSpan
 from worker.scheduling.step import Step, StepResult
 
 
@@ -10,6 +12,18 @@ class StepHandle(Protocol):
 
     def result(self) -> StepResult:
         """Waits for the step and returns its outcome; raises what the device raised. Called once."""
+        ...
+
+
+class RowsRead(Protocol):
+    """A copy of parts of the page table that is on its way from the device."""
+
+    def is_ready(self) -> bool:
+        """Whether `result` need not wait."""
+        ...
+
+    def result(self) -> list[list[int]]:
+        """The slots, a list for each span; waits for the device."""
         ...
 
 
@@ -22,6 +36,14 @@ class Runner(Protocol):
 
     def read_rows(self, rows: list[int], num_slots: list[int]) -> list[list[int]]:
         """Copies page table rows back from the device, for the audit: slots [0, num_slots[i]) of rows[i]."""
+        ...
+
+    def begin_read(self, spans: Sequence[RowSpan]) -> RowsRead:
+        """Begins to copy parts of rows, as they are after every step launched so far; never waits.
+
+        Only where each span begins and how long it is matters: what its slots are is for the caller to
+        compare.
+        """
         ...
 
     def close(self) -> None:

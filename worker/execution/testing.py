@@ -228,11 +228,11 @@ class Harness:
 
     def audit_rows(self, limit: int = 4) -> None:
         """Rows on the device against the books."""
-        rows = self.scheduler.rows_for_audit(limit)
-        lengths = [len(slots) for slots in rows.values()]
-        found = self.runner.read_rows([int(row) for row in rows], lengths)
-        for (row, expected), actual in zip(rows.items(), found, strict=True):
-            assert list(expected) == actual, f"row {row}: the device has {actual}, the books {expected}"
+        spans = self.scheduler.row_spans(limit, max_slots=1 << 20)
+        found = self.runner.begin_read(spans).result()
+        for span, actual in zip(spans, found, strict=True):
+            expected = span.slots.tolist()
+            assert expected == actual, f"row {span.row}: the device has {actual}, the books {expected}"
 
     def collect(self) -> None:
         """Takes outputs; a second end, or a token after the end, is an AssertionError."""

@@ -12,8 +12,10 @@ from worker.messages import (
     CallError,
     CallFailure,
     CallReason,
+    CheckIntegrity,
     EngineCommand,
     Flush,
+    IntegrityCall,
     ListPins,
     ObserverCall,
     Pin,
@@ -28,6 +30,7 @@ MAX_TIMEOUT_SECONDS = 60.0
 MAX_OPEN_CALLS = 64  # of one service
 MAX_ROWS = 64
 DEVICE_READ_INTERVAL_SECONDS = 1.0
+CHECK_INTERVAL_SECONDS = 1.0
 
 
 class CallRefused(Exception):
@@ -51,6 +54,7 @@ class CommandDesk:
         self._open: dict[Ticket, float] = {}  # when each open call runs out
         self._open_by_source: dict[str, int] = {}
         self._next_device_read = 0.0
+        self._next_check = 0.0
 
     def take(
         self, source: str, command: worker_pb2.Command, *, now: float, is_ready: bool
@@ -97,6 +101,10 @@ class CommandDesk:
                 self._to_engine(_pin(ticket, command.pin))
             case "list_pins":
                 self._to_engine(ListPins(ticket))
+            case "integrity":
+                self._observe(IntegrityCall(ticket))
+            case "check_integrity":
+                self._to_engine(self._check_integrity(ticket, now))
             case None:
                 raise CallRefused(
                     CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD, "command: none is set"
@@ -124,6 +132,13 @@ class CommandDesk:
                 raise CallRefused(CallError.RESOURCE_EXHAUSTED, CallReason.QUOTA_EXCEEDED, text)
             self._next_device_read = now + DEVICE_READ_INTERVAL_SECONDS
         return ReadRows(ticket, tuple(asked.rows), asked.from_device)
+
+    def _check_integrity(self, ticket: Ticket, now: float) -> CheckIntegrity:
+        if now < self._next_check:
+            text = "RunIntegrityCheck: one call a second"
+            raise CallRefused(CallError.RESOURCE_EXHAUSTED, CallReason.QUOTA_EXCEEDED, text)
+        self._next_check = now + CHECK_INTERVAL_SECONDS
+        return CheckIntegrity(ticket)
 
     def claim(self, ticket: Ticket, *, is_last: bool) -> bool:
         """Whether an answer still finds an open call; the last one ends it."""

@@ -6,13 +6,14 @@ slow subscriber loses it finds out by `base_number` and asks for a snapshot.
 
 import logging
 import time
+from collections import deque
 from dataclasses import replace
 
 import zmq
 
 from worker.channels import Handover, OutputQueue
 from worker.description import WorkerDescription
-from worker.link import page_codec
+from worker.link import integrity_codec, page_codec
 from worker.link.addresses import advertised, bind, last_endpoint
 from worker.log import log_event
 from worker.messages import (
@@ -20,12 +21,14 @@ from worker.messages import (
     CallFailure,
     CallReason,
     EncodedReply,
+    IntegrityCall,
     LinkMessage,
     ObserverCall,
     ReplayCall,
     SnapshotCall,
 )
 from worker.pages.events import EventRing
+from worker.readers.audit import KEPT_FINDINGS, Finding
 from worker.readers.delta import forget_changes, snapshot_parts, take_delta
 from worker.readers.observer import Fold
 from worker.stats import PoolTotals
@@ -64,6 +67,7 @@ class PageFeed:
         self._next_delta = 0.0
         self._next_sign = 0.0
         self.dropped_events = 0  # that subscribers were never sent
+        self._findings: deque[Finding] = deque(maxlen=KEPT_FINDINGS)  # not yet in a delta
         self._socket = context.socket(zmq.XPUB)
         self._socket.set(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
         self._socket.set(zmq.LINGER, 0)
@@ -81,6 +85,7 @@ class PageFeed:
     def publish(self, fold: Fold, pool: PoolTotals, now: float) -> float:
         """Sends what changed to those who listen, then answers calls, so that snapshots lie on a delta."""
         self._take_subscriptions(pool)
+        self._findings.extend(fold.findings)
         calls = self._calls.take_all()
         if fold.num_rebuilds != self._rebuilds_seen:
             self._skip_to(fold, pool)
@@ -94,6 +99,8 @@ class PageFeed:
                     self._answer_snapshot(call, fold, pool)
                 case ReplayCall():
                     self._answer_replay(call, pool)
+                case IntegrityCall():
+                    self._answer_integrity(call, fold, pool)
         return max(0.0, self._next_delta - now)
 
     def _take_subscriptions(self, pool: PoolTotals) -> None:
@@ -122,10 +129,11 @@ class PageFeed:
     def _publish_delta(self, fold: Fold, pool: PoolTotals, now: float) -> None:
         base, self._delta_number = self._delta_number, pool.revision
         if DELTAS not in self.topics:
+            self._findings.clear()
             forget_changes(fold.ledger, fold.book)
             return
         delta = take_delta(fold.ledger, fold.book, base)
-        if delta.is_empty and now < self._next_sign:
+        if delta.is_empty and not self._findings and now < self._next_sign:
             return
         self._next_sign = now + SIGN_OF_LIFE_SECONDS
         message = page_codec.delta_feed(
@@ -136,6 +144,8 @@ class PageFeed:
             num_events=pool.revision - base,
             time_ns=time.time_ns(),
         )
+        message.violations.extend(integrity_codec.violations(self._findings, self.description.epoch))
+        self._findings.clear()
         self._send(DELTAS, message.SerializeToString())
 
     def _publish_events(self, fold: Fold, pool: PoolTotals) -> None:
@@ -182,6 +192,11 @@ class PageFeed:
             )
             is_last = part.parts_left == 0
             self._answers.put(EncodedReply(call.ticket, reply.SerializeToString(), is_last))
+
+    def _answer_integrity(self, call: IntegrityCall, fold: Fold, pool: PoolTotals) -> None:
+        epoch = self.description.epoch
+        reply = integrity_codec.integrity_reply(call.ticket.command_id, fold.audits, epoch=epoch, pool=pool)
+        self._answers.put(EncodedReply(call.ticket, reply.SerializeToString(), is_last=True))
 
     def _answer_replay(self, call: ReplayCall, pool: PoolTotals) -> None:
         after = call.after_number

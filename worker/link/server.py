@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from kvatlas.worker.v1 import worker_pb2
 from worker.channels import CommandQueue, OutputQueue
 from worker.description import WorkerState
-from worker.link import codec, status_codec
+from worker.link import codec, integrity_codec, status_codec
 from worker.link.addresses import bind, last_endpoint
 from worker.link.commands import CommandDesk
 from worker.link.peers import Peer, Peers, Refused
@@ -26,6 +26,7 @@ from worker.messages import (
     AddAnswer,
     AddRequest,
     CallFailure,
+    CheckAnswer,
     DropSource,
     EncodedReply,
     EngineCommand,
@@ -285,6 +286,9 @@ class EngineLink:
                 case PinAnswer():
                     worker_id = self._status.description.worker_id
                     self._send_replies(item.ticket, [status_codec.pin_reply(item, worker_id, time.time_ns())])
+                case CheckAnswer():
+                    epoch = self._status.description.epoch
+                    self._send_replies(item.ticket, [integrity_codec.check_reply(item, epoch)])
                 case CallFailure():
                     self._send_replies(item.ticket, [codec.failure_reply(item)])
 

@@ -215,12 +215,15 @@ class PageCache:
         for page in range(self.config.num_pages) if window is None else window:
             key = index.key(page)
             if pool.is_sealed(page) != (key is not None):
-                found.append(Violation("trie", f"page {page} in the index", pool.is_sealed(page), key))
+                is_indexed = key is not None
+                subject = f"page {page} in the index"
+                found.append(Violation("trie", subject, pool.is_sealed(page), is_indexed, page))
             if key is not None and not isinstance(key[0], bytes):
                 above, here = pool.references(key[0]), pool.references(page)
                 if above < here:  # eviction.py relies on it
                     subject = f"references of page {key[0]}, parent of {page}, at least"
-                    found.append(Violation("refcount", subject, here, above))
+                    found.append(Violation("refcount", subject, here, above, page))
             if pool.is_pinned(page) != (page in self._pin_counts):
-                found.append(Violation("trie", f"pin of page {page}", page in self._pin_counts, None))
+                pinned = page in self._pin_counts
+                found.append(Violation("trie", f"pin of page {page}", pinned, not pinned, page))
         return found

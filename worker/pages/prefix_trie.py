@@ -242,27 +242,29 @@ class PrefixTrie:
         """See PrefixIndex."""
         found = []
         keys, pages = self._keys, self._pages
-        children = array("I", bytes(4 * len(keys)))
         for page in range(len(keys)) if window is None else window:
             key = keys[page]
             if key is None:
                 if self._num_children[page]:
-                    found.append(Violation("trie", f"page {page}, which has children", "in the index", "not"))
-                continue
-            if pages.get(key) != page:
-                found.append(Violation("trie", f"page under the key of {page}", page, pages.get(key)))
-            if not isinstance(key[0], bytes):
-                children[key[0]] += 1
-        return found + (self._check_counts(children) if window is None else [])
+                    subject = f"page {page}, which has children"
+                    found.append(Violation("trie", subject, "in the index", "not", page))
+            elif pages.get(key) != page:
+                found.append(Violation("trie", f"page under the key of {page}", page, pages.get(key), page))
+        return found + (self._check_counts() if window is None else [])
 
-    def _check_counts(self, children: "array[int]") -> list[Violation]:
+    def _check_counts(self) -> list[Violation]:
         found = []
+        children = array("I", bytes(4 * len(self._keys)))
+        for key in self._keys:
+            if key is not None and not isinstance(key[0], bytes):
+                children[key[0]] += 1
         num_keys = sum([key is not None for key in self._keys])
         if num_keys != len(self._pages) or num_keys != len(set(self._pages.values())):
             found.append(Violation("trie", "nodes and pages that stand in one", len(self._pages), num_keys))
         for page, count in enumerate(children):
             if count != self._num_children[page]:
-                found.append(Violation("trie", f"children of page {page}", count, self._num_children[page]))
+                subject = f"children of page {page}"
+                found.append(Violation("trie", subject, count, self._num_children[page], page))
         return found
 
 

@@ -11,6 +11,8 @@ class Violation:
     subject: str
     expected: object
     actual: object
+    page: int | None = None  # that it is about, if it is one
+    row: int | None = None
 
     def __str__(self) -> str:
         return f"{self.check}: {self.subject}: expected {self.expected}, found {self.actual}"

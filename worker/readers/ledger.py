@@ -59,7 +59,7 @@ class Ledger:
         self.event_counts = np.zeros(16, dtype=np.int64)  # by kind, since the start of the epoch
         self.flush_evictions = 0  # evictions for nobody, since the start of the epoch
         self._lives: Bools = np.zeros(count, dtype=np.bool_)
-        self._sharers: dict[int, list[int]] = {}  # owners of a shared page after the oldest, by age
+        self.sharers: dict[int, list[int]] = {}  # owners of a shared page after the oldest, by age
         self.states[num_pages] = RESERVED
         self.state_counts = np.bincount(self.states, minlength=6)  # by state
         self.shared_pages = 0
@@ -137,15 +137,15 @@ class Ledger:
 
     def _move_owner(self, owners: U16, kind: int, page: int, owner: int, refs: int) -> None:
         if kind == Kind.SHARED:
-            self._sharers.setdefault(page, []).append(owner)
+            self.sharers.setdefault(page, []).append(owner)
         elif kind != Kind.RELEASED:  # allocated or revived: the first of a new life
             owners[page] = owner
-            self._sharers.pop(page, None)
+            self.sharers.pop(page, None)
         elif refs == 0:
-            self._sharers.pop(page, None)
+            self.sharers.pop(page, None)
             owners[page] = 0
         else:
-            later = self._sharers.get(page, [])
+            later = self.sharers.get(page, [])
             if owner in later:
                 later.remove(owner)
             elif later:
@@ -215,7 +215,7 @@ class Ledger:
         self.state_counts[:] = 0
         self.shared_pages = self.references = self.filled_slots = 0
         self._count(np.arange(self.num_pages + 1, dtype=np.uint32), +1)
-        self._sharers = self._find_sharers(snapshot)
+        self.sharers = self._find_sharers(snapshot)
         self.dirty[:] = True
 
     def _find_sharers(self, snapshot: PoolSnapshot) -> dict[int, list[int]]:

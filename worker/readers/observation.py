@@ -25,5 +25,5 @@ class Observation:
     idle_seconds: float  # in total since the start
     steps: Sequence[StepStats]
     bills: Sequence[float] = ()  # page-seconds of each request that ended
-    audit: AuditRound | None = None
+    audits: Sequence[AuditRound] = ()
     snapshot: PoolSnapshot | None = None  # asked for after a loss: replaces everything

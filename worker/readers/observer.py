@@ -13,7 +13,7 @@ from typing import Protocol
 from worker.channels import Handover
 from worker.log import log_event
 from worker.pages.events import EventRing
-from worker.readers.audit import AuditBook
+from worker.readers.audit import AuditBook, Finding
 from worker.readers.delta import totals
 from worker.readers.event_arrays import EventArrays
 from worker.readers.ledger import Ledger
@@ -41,6 +41,8 @@ class Fold:
         self.num_rebuilds = 0
         self.started: list[SequenceView] = []  # sequences that got their owner number in this turn
         self.ended_owners: list[int] = []  # owners that ended in this turn
+        self.audits = AuditBook()
+        self.findings: list[Finding] = []  # of audits that came in this turn
 
     def pool(self) -> PoolTotals:
         """Totals as of the revision."""
@@ -96,7 +98,6 @@ class Observer:
         self._pool_meters = PoolMeters(num_pages, watermark_pages)
         self.memory = MemoryMeter()
         self._load = LoadMeter(clock())
-        self._audits = AuditBook()
         self._rows_used = 0
         self._idle_seconds = 0.0
         self.metrics: MetricsView = first_view(self._fold.pool())
@@ -143,7 +144,7 @@ class Observer:
         self.memory.look(now)
         self.metrics = self._view(pool)
         pause = self._sink.publish(fold, pool, now)
-        fold.started, fold.ended_owners = [], []
+        fold.started, fold.ended_owners, fold.findings = [], [], []
         return pause
 
     def _take(self, observation: Observation) -> None:
@@ -164,9 +165,10 @@ class Observer:
             self._meter.step(step)
             self._load.step(step)
         self._meter.bills(observation.bills)
-        if observation.audit is not None:
-            self._audits.record(observation.audit)
-            self._meter.check(observation.audit.seconds)
+        for audit in observation.audits:
+            self._fold.audits.record(audit)
+            self._fold.findings += audit.findings
+            self._meter.check(audit.seconds)
 
     def _fold_events(self, revision: int) -> bool:
         ledger = self._fold.ledger
@@ -223,8 +225,8 @@ class Observer:
             flush_evictions=self._fold.ledger.flush_evictions,
             rows_used=self._rows_used,
             idle_seconds=self._idle_seconds,
-            checks=dict(self._audits.results),
-            last_success_seconds=self._audits.last_success_ns / 1e9,
+            checks=self._fold.audits.counts(),
+            last_success_seconds=self._fold.audits.last_success_ns / 1e9,
             dropped={"observer": self._lost_events, "feed": self._sink.dropped_events, "recorder": 0},
             pressure_seconds=self._pool_meters.pressure_seconds(),
             graphs=self._meter.graphs,

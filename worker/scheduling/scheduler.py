@@ -23,13 +23,13 @@ and has to be committed first; otherwise there is nothing to do until a command 
 from collections.abc import Callable, Iterable
 from itertools import count
 
-from worker.ids import Row, SequenceId, Slot
+from worker.ids import SequenceId
 from worker.pages.page_cache import FlushOutcome, PageCache
 from worker.pages.snapshot import PoolSnapshot
 from worker.pages.violation import Violation
 from worker.scheduling import views
 from worker.scheduling.admission import Admission
-from worker.scheduling.audit import Auditor
+from worker.scheduling.audit import Auditor, RowSpan
 from worker.scheduling.books import Books
 from worker.scheduling.commit import Committer
 from worker.scheduling.output import FailureReason, FinishCode, OutputColumns
@@ -318,9 +318,18 @@ class Scheduler:
         """The pool and the live sequences as of the last page event."""
         return views.snapshot(self._books, tuple(self.sequence_views()))
 
-    def rows_for_audit(self, limit: int) -> dict[Row, list[Slot]]:
-        """Rows of running sequences, a different part each time, and the slots that the device must have."""
-        return views.rows_for_audit(self._books, limit)
+    def row_spans(self, max_rows: int, max_slots: int) -> list[RowSpan]:
+        """Parts of running sequences' rows, other ones each time, and the slots that the device must have."""
+        return self._auditor.row_spans(max_rows, max_slots)
+
+    def one_audit(self) -> Auditor:
+        """For one pass over everything there is now, in pieces between steps."""
+        return Auditor(self._books, once=True)
+
+    @property
+    def num_audit_sweeps(self) -> int:
+        """How often the live audit has looked at every page."""
+        return self._auditor.num_sweeps
 
     def check(self, max_pages: int | None = None) -> list[Violation]:
         """The live audit: what does not hold, with the numbers of both sides.

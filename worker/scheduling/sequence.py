@@ -207,6 +207,11 @@ class Sequence:
         self.copy_source = None
         self.started = self.looked_up = False
 
+    @property
+    def name(self) -> str:
+        """For reports."""
+        return f"sequence {self.id}"
+
     def __repr__(self) -> str:
         return (
             f"Sequence({self.id}, {self.place.name}, tokens={len(self.tokens)}/{self.limit}, "

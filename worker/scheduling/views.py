@@ -7,7 +7,7 @@ from array import array
 from dataclasses import dataclass
 from typing import cast
 
-from worker.ids import PageId, Row, SequenceId, Slot
+from worker.ids import PageId, SequenceId
 from worker.pages.snapshot import PoolSnapshot
 from worker.scheduling.books import Books
 from worker.scheduling.sequence import Place, Sequence
@@ -146,22 +146,3 @@ def snapshot(books: Books, sequences: tuple[SequenceView, ...]) -> PoolSnapshot:
         counts=books.cache.pool.counts_by_state(),
         sequences=sequences,
     )
-
-
-def rows_for_audit(books: Books, limit: int) -> dict[Row, list[Slot]]:
-    """What the device has to have in some rows after the last step that was scheduled.
-
-    Whole pages: slots behind the last token are valid, too (S1-25). Rows whose pages were exchanged
-    since are left out until that is written.
-    """
-    page_size = books.config.page_size
-    stale = {sequence for sequence, _ in books.repointed}
-    started = [s for s in books.by_owner.values() if s.started and s not in stale]
-    first = books.step_number % len(started) if started else 0
-    found: dict[Row, list[Slot]] = {}
-    for sequence in (started[first:] + started[:first])[:limit]:
-        slots: list[Slot] = []
-        for page in sequence.pages[: sequence.num_written]:
-            slots += [Slot(slot) for slot in range(page * page_size, (page + 1) * page_size)]
-        found[sequence.row] = slots
-    return found

@@ -1,0 +1,176 @@
+"""The live audit of the engine: rounds while requests run, and sweeps over everything when asked for.
+
+Runs on the engine's thread, between steps, and costs it a bounded share of its time. A round checks the
+books and asks the device for a part of its page table; the copy is compared when it has arrived, so the
+engine never waits for the device. Reads, changes nothing.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from worker.execution.runner import RowsRead, Runner
+from worker.pages.violation import Violation
+from worker.readers.audit import KEPT_FINDINGS, AuditClock, AuditRound, Finding, SweepReport, compare_spans
+from worker.readers.metric_table import CHECKS
+from worker.scheduling.audit import Auditor, RowSpan
+from worker.scheduling.scheduler import Scheduler
+
+AUDIT_SHARE = 0.005  # of the engine's time at most
+ROUND_PAGES = 4096  # looked at one by one in one round, 0.4 us each; the next round goes on behind them
+ROUND_ROWS = 4  # compared with the device in one round
+SPAN_SLOTS = 1024  # of each of them
+SWEEP_SHARE = 0.2  # of the engine's time while somebody waits for a sweep
+SWEEP_ROWS = 16
+READ_SECONDS = 5.0  # after which a copy is given up: the device stands still, which others report
+POLL_SECONDS = 0.002  # between two looks of an idle engine at a copy on its way
+
+_IN_BOOKS = CHECKS[:-1]
+
+
+@dataclass(slots=True)
+class _Round:
+    """A round whose copy from the device is on its way."""
+
+    spans: list[RowSpan]
+    read: RowsRead | None  # None: no row is in use
+    findings: list[Finding]
+    seconds: float  # in which the engine stood still so far
+    began: float
+    revision: tuple[int, int]
+    sweep: "_Sweep | None"
+
+
+@dataclass(slots=True)
+class _Sweep:
+    """A check of everything, piece by piece."""
+
+    auditor: Auditor
+    done: Callable[[SweepReport], None]
+    first_revision: tuple[int, int]
+    findings: list[Finding]
+    num_findings: int = 0
+    num_rows: int = 0
+    num_rounds: int = 0
+    seconds: float = 0.0
+    next_time: float = 0.0
+
+
+class LiveAudit:
+    """Runs what is due when it is looked at; one round or piece at a time."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        interval_seconds: float,
+        clock: Callable[[], float],
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._clock = clock
+        self._now_ns = now_ns
+        self._due = AuditClock(interval_seconds, AUDIT_SHARE)
+        self._round: _Round | None = None
+        self._sweep: _Sweep | None = None
+
+    @property
+    def is_sweeping(self) -> bool:
+        """Whether a check of everything is under way."""
+        return self._sweep is not None
+
+    def sweep(self, done: Callable[[SweepReport], None]) -> None:
+        """Begins a check of everything; `done` is called at its end, on this thread. One at a time."""
+        assert self._sweep is None, "two sweeps at once"
+        self._sweep = _Sweep(self._scheduler.one_audit(), done, self._revision(), [])
+
+    def next_time(self, now: float) -> float | None:
+        """When an idle engine should look again; None: nothing is under way."""
+        if self._round is not None:
+            return now + POLL_SECONDS
+        return None if self._sweep is None else self._sweep.next_time
+
+    def look(self, now: float) -> AuditRound | None:
+        """Does what is due; a round that came to its end, if one did."""
+        if self._round is None:
+            if self._sweep is not None and now >= self._sweep.next_time:
+                self._begin(now, self._sweep)
+            elif self._sweep is None and self._due.is_due(now):
+                self._begin(now, None)
+        return None if self._round is None else self._finish(now, self._round)
+
+    def _revision(self) -> tuple[int, int]:
+        events = self._scheduler.cache.events
+        return events.number, events.step
+
+    def _begin(self, now: float, sweep: _Sweep | None) -> None:
+        began = self._clock()
+        source = self._scheduler if sweep is None else sweep.auditor
+        revision, found_ns = self._revision(), self._now_ns()
+        findings = [_finding(found, revision, found_ns) for found in source.check(ROUND_PAGES)]
+        spans = source.row_spans(ROUND_ROWS if sweep is None else SWEEP_ROWS, SPAN_SLOTS)
+        read = self._runner.begin_read(spans) if spans else None
+        self._round = _Round(spans, read, findings, self._clock() - began, now, revision, sweep)
+
+    def _finish(self, now: float, this: _Round) -> AuditRound | None:
+        began, is_compared = self._clock(), False
+        if this.read is not None:
+            if not this.read.is_ready():
+                if now - this.began < READ_SECONDS:
+                    return None
+            else:
+                on_device = this.read.result()
+                this.findings += compare_spans(this.spans, on_device, this.revision, self._now_ns())
+                is_compared = True
+        self._round = None
+        this.seconds += self._clock() - began
+        if this.sweep is None:
+            self._due.done(now, this.seconds)
+        else:
+            self._add_to(this.sweep, this, now, len(this.spans) if is_compared else 0)
+        return AuditRound(
+            checks=CHECKS if is_compared else _IN_BOOKS,
+            findings=this.findings[:KEPT_FINDINGS],
+            num_findings=len(this.findings),
+            broken=frozenset(finding.check for finding in this.findings),
+            seconds=this.seconds,
+            time_ns=self._now_ns(),
+            num_sweeps=self._scheduler.num_audit_sweeps,
+        )
+
+    def _add_to(self, sweep: _Sweep, this: _Round, now: float, num_rows: int) -> None:
+        sweep.num_rounds += 1
+        sweep.num_rows += num_rows
+        sweep.num_findings += len(this.findings)
+        sweep.findings = (sweep.findings + this.findings)[:KEPT_FINDINGS]
+        sweep.seconds += this.seconds
+        sweep.next_time = now + this.seconds / SWEEP_SHARE
+        if not sweep.auditor.is_done:
+            return
+        self._sweep = None
+        report = SweepReport(
+            findings=sweep.findings,
+            num_findings=sweep.num_findings,
+            num_pages=self._scheduler.config.cache.num_pages,
+            num_rows=sweep.num_rows,
+            num_rounds=sweep.num_rounds,
+            seconds=sweep.seconds,
+            first_revision=sweep.first_revision,
+            last_revision=this.revision,
+        )
+        sweep.done(report)
+
+
+def _finding(found: Violation, revision: tuple[int, int], time_ns: int) -> Finding:
+    return Finding(
+        check=found.check,
+        subject=found.subject,
+        expected=str(found.expected)[:200],
+        found=str(found.actual)[:200],
+        page=found.page,
+        row=found.row,
+        revision=revision,
+        time_ns=time_ns,
+    )
