@@ -23,7 +23,7 @@ class PrefixKeys:
         self.granularity = math.gcd(page_size, FINEST)
 
     def of(self, token_ids: Sequence[int], salt: bytes, known: "array[int] | None" = None) -> "array[int]":
-        """Keys 'Q' of a sequence from its first token on; with ``known``, the first ones: those after them."""
+        """Keys 'Q' of a sequence from its first token on, those after ``known`` if they are given."""
         size, step = self._page_size, self.granularity
         first = len(known) if known is not None else 0
         page = first * step // size

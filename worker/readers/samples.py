@@ -6,7 +6,7 @@ read. Lives on the recorder's thread.
 
 from array import array
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from worker.ids import SequenceId
 from worker.readers.prefix_keys import PrefixKeys
@@ -35,7 +35,7 @@ class LoggedEnd:
     keys: "array[int]"  # 'Q': of prompt and output, after those of the request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoggedRequest:
     """A request and what became of its samples so far."""
 
@@ -50,7 +50,9 @@ class LoggedRequest:
     cache_read: bool
     cache_write: bool
     keys: "array[int]"  # 'Q': of the prompt
+    salt: bytes = b""  # for the keys of its output; goes no further
     ends: list[LoggedEnd] = field(default_factory=list)
+    is_kept: bool = True  # in the log; a live one may be too old for it
 
     @property
     def is_over(self) -> bool:
@@ -88,7 +90,9 @@ class Sample:
 class RequestLog:
     """The newest requests, bounded in number and in keys; live ones beside them however old."""
 
-    def __init__(self, keys: PrefixKeys, *, max_requests: int = MAX_REQUESTS, max_keys: int = MAX_KEYS) -> None:
+    def __init__(
+        self, keys: PrefixKeys, *, max_requests: int = MAX_REQUESTS, max_keys: int = MAX_KEYS
+    ) -> None:
         self._keys = keys
         self._max_requests = max_requests
         self._max_keys = max_keys
@@ -124,6 +128,7 @@ class RequestLog:
             cache_read=arrival.cache_read,
             cache_write=arrival.cache_write,
             keys=keys,
+            salt=arrival.cache_salt,
         )
         self._live[arrival.sequence_id] = request
         self.requests.append(request)
@@ -145,10 +150,10 @@ class RequestLog:
             preemptions=departure.preemptions,
             prefix=departure.prefix,
             queue_us=departure.queue_us,
-            keys=self._keys.of(departure.token_ids, b"", request.keys),
+            keys=self._keys.of(departure.token_ids, request.salt, request.keys),
         )
         request.ends.append(end)
-        self._num_keys += len(end.keys)
+        self._num_keys += len(end.keys) if request.is_kept else 0
         if request.is_over:
             del self._live[departure.first_id]
         self._shrink()
@@ -162,37 +167,21 @@ class RequestLog:
     def look(self, time_us: int, pool: PoolTotals, preemptions_total: int) -> None:
         """The pool as it is; kept once a second."""
         if not self._looks or time_us - self._looks[-1].time_us >= LOOK_US:
-            self._looks.append(PoolLook(time_us, pool.evictions_total, preemptions_total, pool.unfilled_slots))
+            self._looks.append(
+                PoolLook(time_us, pool.evictions_total, preemptions_total, pool.unfilled_slots)
+            )
 
     def _shrink(self) -> None:
         while len(self.requests) > self._max_requests or self._num_keys > self._max_keys:
             if len(self.requests) < 2:
                 return
-            self._num_keys -= self.requests.popleft().num_keys
-            self.is_whole = False
+            oldest = self.requests.popleft()
+            self._num_keys -= oldest.num_keys
+            oldest.is_kept = self.is_whole = False
 
     def sample(self, time_us: int) -> Sample:
         """A copy. Ends that come later are not in it."""
-        requests = tuple([_frozen(request) for request in self.requests])
+        requests = tuple([replace(request, ends=list(request.ends)) for request in self.requests])
         return Sample(
             requests, tuple(self.steps), tuple(self._looks), self.is_whole, self._keys.granularity, time_us
         )
-
-
-def _frozen(request: LoggedRequest) -> LoggedRequest:
-    if request.is_over:
-        return request
-    return LoggedRequest(
-        request.time_us,
-        request.number,
-        request.sequence_id,
-        request.request_id,
-        request.sample_count,
-        request.num_prompt,
-        request.max_tokens,
-        request.priority,
-        request.cache_read,
-        request.cache_write,
-        request.keys,
-        list(request.ends),
-    )

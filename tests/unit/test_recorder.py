@@ -1,0 +1,352 @@
+"""The flight recorder: what its files hold, where they begin and end, and that its faults reach nobody."""
+
+from array import array
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from kvatlas.v1 import cache_pb2
+from worker.execution.testing import numbers, small_config
+from worker.readers.ledger import Ledger
+from worker.readers.prefix_keys import PrefixKeys
+from worker.readers.recorder import MAX_WAITING_CALLS, RecorderBusy, RecordingOptions
+from worker.readers.recording_file import DamagedRecording, read_ends, read_frames
+from worker.readers.recording_store import KEPT_RECORDINGS, EndCause, NoSuchRecording
+from worker.readers.samples import RequestLog
+from worker.trace.replay import Replay
+from worker.trace.testing import KEY, RandomLoad, RecordedWorker
+from worker.traffic import Arrival, Departure
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> RecordedWorker:
+    return RecordedWorker(small_config(48, 4, 6, 24, 60), tmp_path)
+
+
+def run(worker: RecordedWorker, turns: int, every: int = 20) -> None:
+    """Random load, with a turn of the recorder now and then."""
+    load = RandomLoad(worker)
+    for number in range(turns):
+        load.turn()
+        if number % every == 0:
+            worker.recorder.turn()
+    worker.recorder.turn()
+
+
+def path_of(worker: RecordedWorker, recording_id: str) -> Path:
+    return worker.store.folder / f"{recording_id}.kvrec"
+
+
+def frames(path: Path, kind: str) -> list[cache_pb2.RecordingFrame]:
+    return [at.frame for at in read_frames(path) if at.frame.WhichOneof("frame") == kind]
+
+
+def open_recording(path: Path) -> Replay:
+    from worker.trace.recording import Recording
+
+    return Replay(Recording(path))
+
+
+def test_nothing_is_written_while_nothing_is_recorded(worker: RecordedWorker) -> None:
+    run(worker, 200)
+    assert list(worker.store.folder.iterdir()) == []
+    assert worker.recorder.running is None
+    assert len(worker.recorder.log.requests) > 20, "the log is kept all the same"
+
+
+def test_a_recording_holds_every_event_request_end_and_step(worker: RecordedWorker) -> None:
+    run(worker, 50)
+    first = worker.scheduler.cache.events.number
+    started = worker.recorder.start_recording(RecordingOptions(note="why"))
+    steps = worker.scheduler.step_number
+    run(worker, 300)
+    worker.recorder.turn()
+    info = worker.recorder.stop_recording(started.recording_id)
+    last = worker.scheduler.cache.events.number
+    replay = open_recording(path_of(worker, info.recording_id))
+    report = replay.run()
+    assert (report.num_events, info.num_events) == (last - first, last - first)
+    assert replay.ledger.states.tobytes() == worker.scheduler.snapshot().states
+    assert report.num_steps == worker.scheduler.step_number - steps
+    assert report.end == "STOPPED"
+    assert (info.cause, info.note) == (EndCause.STOPPED, "why")
+    assert replay.header.granularity == 4
+
+
+def test_keys_at_whole_pages_are_the_fingerprints_of_the_page_map() -> None:
+    from worker.pages.fingerprint import Fingerprinter
+
+    keys = PrefixKeys(KEY, 16)
+    assert keys.granularity == 8
+    tokens = numbers(1, 70)
+    found = keys.of(tokens, b"salt")
+    fingerprints = Fingerprinter(KEY)
+    first = fingerprints.of_page(fingerprints.of_salt(b"salt"), tokens[:16].tobytes())
+    second = fingerprints.of_page(first.to_bytes(8, "little"), tokens[16:32].tobytes())
+    assert len(found) == 8
+    assert (found[1], found[3]) == (first, second)
+    assert keys.of(tokens, b"other")[0] != found[0]
+
+
+@pytest.mark.parametrize("known", range(0, 80, 7))
+def test_keys_that_are_continued_equal_keys_made_at_once(known: int) -> None:
+    keys = PrefixKeys(KEY, 16)
+    tokens = numbers(5, 83)
+    first = keys.of(tokens[:known], b"s")
+    assert first + keys.of(tokens, b"s", first) == keys.of(tokens, b"s")
+
+
+def test_a_recording_may_begin_in_the_past(worker: RecordedWorker) -> None:
+    """`lookback` takes in what the ring still holds, requests that were live then included."""
+    run(worker, 400)
+    now = worker.now
+    info = worker.recorder.start_recording(RecordingOptions(lookback_seconds=1.0))
+    info = worker.recorder.stop_recording(info.recording_id)
+    replay = open_recording(path_of(worker, info.recording_id))
+    report = replay.run()
+    assert 0.9 < now - replay.header.start_us / 1e6 < 1.1
+    assert report.num_events > 100
+    assert replay.ledger.revision == worker.scheduler.cache.events.number
+    ring = worker.scheduler.cache.events
+    before = ring.read(replay.header.first_number - 1, 2)
+    assert before is not None
+    assert before.times_us[0] < replay.header.start_us <= before.times_us[1]
+
+
+def test_a_lookback_reaches_as_far_as_the_ring(tmp_path: Path) -> None:
+    worker = RecordedWorker(small_config(48, 4, 6, 24, 60, event_capacity=1024), tmp_path)
+    run(worker, 600, every=5)
+    info = worker.recorder.start_recording(RecordingOptions(lookback_seconds=1e6))
+    worker.recorder.stop_recording(info.recording_id)
+    replay = open_recording(path_of(worker, info.recording_id))
+    report = replay.run()
+    assert 512 <= report.num_events <= 1024
+
+
+def test_prompts_cannot_be_read_from_it_unless_asked_for(worker: RecordedWorker) -> None:
+    secret = array("I", [0xC0FFEE] * 20)
+    for with_token_ids in (False, True):
+        info = worker.recorder.start_recording(RecordingOptions(with_token_ids=with_token_ids))
+        worker.add(secret, 3)
+        while worker.step(lambda sequence_id: 0xC0FFEE) is not None:
+            pass
+        worker.recorder.turn()
+        worker.recorder.stop_recording("")
+        path = path_of(worker, info.recording_id)
+        assert (array("I", [0xC0FFEE]).tobytes() in path.read_bytes()) == with_token_ids
+        (request,) = frames(path, "request")
+        (sequence,) = frames(path, "sequence")
+        assert request.request.token_ids == (secret.tobytes() if with_token_ids else b"")
+        assert len(sequence.sequence.token_ids) == (12 if with_token_ids else 0)
+        assert sequence.sequence.completion_tokens == 3
+
+
+def test_it_ends_by_itself_at_its_size_and_its_duration(worker: RecordedWorker) -> None:
+    info = worker.recorder.start_recording(RecordingOptions(max_bytes=20_000))
+    run(worker, 200, every=5)
+    ended = worker.store.find(info.recording_id)
+    assert ended.cause is EndCause.SIZE
+    assert 20_000 <= ended.num_bytes < 40_000
+    info = worker.recorder.start_recording(RecordingOptions(max_seconds=0.5))
+    run(worker, 100, every=5)
+    ended = worker.store.find(info.recording_id)
+    assert ended.cause is EndCause.DURATION
+    assert 0.4 < ended.seconds < 0.7
+    assert open_recording(path_of(worker, info.recording_id)).run().end == "DURATION"
+
+
+def test_rotation_goes_on_and_keeps_the_last_four(worker: RecordedWorker) -> None:
+    first = worker.recorder.start_recording(RecordingOptions(max_bytes=20_000, rotate=True))
+    run(worker, 1500, every=5)
+    worker.recorder.stop_recording("")
+    kept = worker.store.summaries()
+    assert len(kept) == KEPT_RECORDINGS == len(list(worker.store.folder.iterdir()))
+    assert first.recording_id not in [each.recording_id for each in kept]
+    replays = [open_recording(path_of(worker, each.recording_id)) for each in reversed(kept)]
+    for earlier, later in pairwise(replays):
+        earlier.run()
+        assert later.header.first_number == earlier.ledger.revision, "nothing lies between two"
+    replays[-1].run()
+    assert replays[-1].ledger.revision == worker.scheduler.cache.events.number
+
+
+def test_one_recording_runs_at_a_time(worker: RecordedWorker) -> None:
+    info = worker.recorder.start_recording(RecordingOptions())
+    with pytest.raises(RecorderBusy) as busy:
+        worker.recorder.start_recording(RecordingOptions())
+    assert busy.value.recording_id == info.recording_id
+    worker.recorder.stop_recording("")
+    assert worker.recorder.stop_recording("").recording_id == info.recording_id, "stopping is idempotent"
+    with pytest.raises(NoSuchRecording):
+        worker.recorder.stop_recording("another")
+
+
+def test_events_that_were_overwritten_are_a_gap_with_a_map_behind_it(tmp_path: Path) -> None:
+    worker = RecordedWorker(small_config(48, 4, 6, 24, 60, event_capacity=256), tmp_path)
+    worker.recorder.start_recording(RecordingOptions())
+    run(worker, 20, every=1)
+    load = RandomLoad(worker)
+    for _ in range(100):
+        load.turn()
+    worker.recorder.turn()
+    assert len(worker.asked) == 1, "it asks the observer once"
+    fresh = Ledger(48, 4)
+    fresh.restore(worker.scheduler.snapshot())
+    worker.asked.pop()(fresh)
+    run(worker, 20, every=1)
+    info = worker.recorder.stop_recording("")
+    assert info.dropped_events == worker.recorder.dropped_events > 100
+    replay = open_recording(path_of(worker, info.recording_id))
+    report = replay.run()
+    assert (report.lost_events, len(report.gaps)) == (info.dropped_events, 1)
+    assert replay.ledger.refs.tobytes() == worker.scheduler.snapshot().ref_counts.tobytes()
+
+
+def test_records_that_found_no_room_are_counted_in_the_file(tmp_path: Path) -> None:
+    worker = RecordedWorker(small_config(48, 4, 6, 24, 60), tmp_path, traffic_limit=8)
+    worker.recorder.start_recording(RecordingOptions())
+    run(worker, 100, every=50)
+    refused = worker.traffic.refused
+    assert refused > 0
+    info = worker.recorder.stop_recording("")
+    assert open_recording(path_of(worker, info.recording_id)).run().lost_records == refused
+
+
+def test_a_full_disk_ends_the_recording_with_what_the_system_said(worker: RecordedWorker) -> None:
+    info = worker.recorder.start_recording(RecordingOptions())
+    run(worker, 50)
+    recording = worker.recorder._recording
+    assert recording is not None
+    recording._writer._file.close()
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        recording._writer._file = full  # type: ignore[assignment]
+        run(worker, 50)
+    ended = worker.store.find(info.recording_id)
+    assert (ended.cause, ended.message) == (EndCause.DISK, "No space left on device")
+    assert worker.recorder.running is None
+    replay = open_recording(path_of(worker, info.recording_id))
+    assert replay.run().end.startswith("missing"), "what was written before is whole"
+    assert worker.recorder.start_recording(RecordingOptions()).recording_id != info.recording_id
+    worker.recorder.stop_recording("")
+
+
+def test_a_folder_that_cannot_be_made_refuses_the_start_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    worker = RecordedWorker(small_config(48, 4, 6, 24, 60), tmp_path / "file" / "folder")
+    with pytest.raises(OSError, match="Not a directory"):
+        worker.recorder.start_recording(RecordingOptions())
+    run(worker, 20)
+    assert worker.recorder.running is None
+
+
+def test_a_failed_audit_leaves_a_recording_of_what_just_was(worker: RecordedWorker) -> None:
+    run(worker, 100)
+    worker.recorder.dump("refcount: references of page 7: expected 2, found 3")
+    worker.recorder.dump("again")
+    worker.recorder.turn()
+    (info,) = worker.store.summaries()
+    assert info.cause is EndCause.AUDIT
+    assert info.note == "refcount: references of page 7: expected 2, found 3"
+    replay = open_recording(path_of(worker, info.recording_id))
+    assert replay.run().num_events == worker.scheduler.cache.events.number, "from the first event on"
+
+
+def test_too_much_work_is_refused(worker: RecordedWorker) -> None:
+    taken = [worker.recorder.submit(lambda recorder: None) for _ in range(MAX_WAITING_CALLS + 1)]
+    assert taken == [True] * MAX_WAITING_CALLS + [False]
+
+
+def test_the_thread_ends_a_recording_when_the_worker_ends(worker: RecordedWorker) -> None:
+    run(worker, 50)
+    worker.recorder.start_recording(RecordingOptions())
+    worker.recorder.start()
+    worker.recorder.close()
+    worker.recorder.close()
+    (info,) = worker.store.summaries()
+    assert info.cause is EndCause.SHUTDOWN
+    assert not worker.recorder.thread.is_alive()
+
+
+def test_files_of_an_earlier_life_are_listed_with_their_end(worker: RecordedWorker, tmp_path: Path) -> None:
+    from worker.readers.recording_store import RecordingStore
+
+    info = worker.recorder.start_recording(RecordingOptions(note="kept"))
+    run(worker, 30)
+    info = worker.recorder.stop_recording("")
+    path = path_of(worker, info.recording_id)
+    (found,) = RecordingStore(tmp_path, "worker-0").summaries()
+    assert (found.cause, found.num_events, found.note) == (EndCause.STOPPED, info.num_events, "kept")
+    path.write_bytes(path.read_bytes()[:-30])
+    (found,) = RecordingStore(tmp_path, "worker-0").summaries()
+    assert found.cause is EndCause.LOST
+    path.write_bytes(b"something else")
+    assert RecordingStore(tmp_path, "worker-0").summaries() == []
+    assert RecordingStore(tmp_path, "worker").summaries() == [], "another worker's"
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda data: data[:-3], "the file ends within a frame"),
+        (lambda data: data[:200] + bytes([data[200] ^ 4]) + data[201:], "checksum"),
+        (lambda data: b"", "no header"),
+        (lambda data: b"\xff\xff\xff\xff\xff" + data, "is not possible"),
+    ],
+)
+def test_a_damaged_file_is_named_by_the_byte(
+    worker: RecordedWorker, damage: Callable[[bytes], bytes], why: str
+) -> None:
+    worker.recorder.start_recording(RecordingOptions())
+    run(worker, 30)
+    path = path_of(worker, worker.recorder.stop_recording("").recording_id)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DamagedRecording, match=why) as damaged:
+        open_recording(path).run()
+    assert 0 <= damaged.value.offset <= path.stat().st_size
+
+
+def test_header_and_end_are_found_without_reading_what_is_between(worker: RecordedWorker) -> None:
+    worker.recorder.start_recording(RecordingOptions())
+    run(worker, 30)
+    info = worker.recorder.stop_recording("")
+    header, end = read_ends(path_of(worker, info.recording_id))
+    assert header.recording_id == info.recording_id
+    assert end is not None
+    assert end.event_count == info.num_events
+
+
+def arrival(number: int, prompt: int) -> Arrival:
+    return Arrival(number, 0, number, f"r{number}", numbers(number, prompt), 1, 8, 0, True, True, b"")  # type: ignore[arg-type]
+
+
+def departure(number: int, tokens: int) -> Departure:
+    return Departure(number, 0, number, number, numbers(number, tokens), 3, 0, None, 0)  # type: ignore[arg-type]
+
+
+def test_the_log_is_bounded_in_requests_and_in_keys() -> None:
+    log = RequestLog(PrefixKeys(KEY, 16), max_requests=10, max_keys=100)
+    assert log.is_whole
+    for number in range(1, 30):
+        log.arrive(arrival(number, 80))
+        if number % 2:
+            log.depart(departure(number, 120))
+        assert len(log.requests) <= 10
+        assert sum(request.num_keys for request in log.requests) <= 100
+    assert not log.is_whole
+    assert len(log.live) == 14
+    found = log.depart(departure(2, 100))
+    assert found is not None
+    assert len(found[1].keys) == 2, "a live one is known however old"
+    assert log.depart(departure(2, 100)) is None
+
+
+def test_a_sample_of_the_log_does_not_change_any_more() -> None:
+    log = RequestLog(PrefixKeys(KEY, 16))
+    log.arrive(arrival(1, 20))
+    sample = log.sample(5)
+    log.depart(departure(1, 24))
+    log.arrive(arrival(2, 20))
+    assert [len(request.ends) for request in sample.requests] == [0]
+    assert [len(request.ends) for request in log.sample(6).requests] == [1, 0]
