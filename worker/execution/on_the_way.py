@@ -25,7 +25,7 @@ class OnTheWay:
 
     def is_ready(self) -> bool:
         """Whether `arrived` would not wait."""
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def arrived(self) -> NDArray[Any]:
         """Waits for the copy; the values."""
