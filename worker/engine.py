@@ -251,13 +251,9 @@ class Engine:
     def _tell_step(self, launched: _Launched, now: float) -> None:
         began, self._last_end = self._last_end or launched.began, now
         if self._traffic is not None:
-            step, context = launched.step, sum(launched.step.ends)
-            computed = context - sum(step.starts)
-            time_us = self._ring.time_us
+            step, time_us = launched.step, self._ring.time_us
             self._traffic.put(
-                TimedStep(
-                    step.number, time_us, now - began, computed - step.num_decode, step.num_decode, context
-                )
+                TimedStep(step.number, time_us, now - began, step.num_decode, step.starts, step.ends)
             )
 
     def _isolate(self, error: Exception) -> None:

@@ -4,6 +4,7 @@ The engine's thread only makes a record and appends it. Token ids are lent, not 
 changes, and a sequence that ended changes no more. Knows neither scheduler nor readers.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,13 +49,33 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """A step that was committed."""
+    """A step that was committed. Its sums are left to the reader: at 256 sequences they take 5 us."""
 
     number: int
     time_us: int  # of its end
     seconds: float  # since the end of the one before, or its launch where the engine had been idle
+    num_decode: int  # sequences that took one token
+    starts: "array[int]"  # 'i': first position of each sequence
+    ends: "array[int]"  # 'i': one past the last
+
+    def counted(self) -> "StepCount":
+        """The same as sums."""
+        context = sum(self.ends)
+        computed = context - sum(self.starts)
+        return StepCount(
+            self.number, self.time_us, self.seconds, computed - self.num_decode, self.num_decode, context
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepCount:
+    """A step in numbers."""
+
+    number: int
+    time_us: int
+    seconds: float
     prefill_tokens: int
-    decode_tokens: int  # sequences that took one token
+    decode_tokens: int
     context_tokens: int  # that attention read, for each of its sequences, together
 
 

@@ -23,7 +23,7 @@ from worker.readers.recording_frames import FrameMaker
 from worker.readers.recording_store import EndCause, RecordingStore, RecordingSummary
 from worker.readers.samples import RequestLog
 from worker.stats import PoolTotals
-from worker.traffic import Arrival, Departure, TimedStep, TrafficQueue
+from worker.traffic import Arrival, Departure, StepCount, TimedStep, TrafficQueue
 
 TURN_SECONDS = 0.25
 MAX_EVENTS_PER_FRAME = 16_384
@@ -160,7 +160,7 @@ class Recorder:
             self._end_and_go_on(EndCause.DURATION)
 
     def _take_traffic(self) -> None:
-        steps: list[TimedStep] = []
+        steps: list[StepCount] = []
         recording = self._recording
         for record in self._traffic.take_all():
             match record:
@@ -173,8 +173,8 @@ class Recorder:
                     if known is not None and recording is not None:
                         recording.sequence(known[1], record.token_ids[known[0].num_prompt :])
                 case TimedStep():
-                    self.log.steps.append(record)
-                    steps.append(record)
+                    steps.append(record.counted())
+        self.log.steps.extend(steps)
         if recording is not None and steps:
             recording.steps(steps)
         lost = self._traffic.refused - self._refused_seen

@@ -14,7 +14,7 @@ from worker.readers.recording_file import FrameWriter
 from worker.readers.recording_frames import FrameMaker, state_digest
 from worker.readers.recording_store import EndCause, RecordingSummary
 from worker.readers.samples import LoggedEnd, LoggedRequest
-from worker.traffic import TimedStep
+from worker.traffic import StepCount
 
 STEPS_PER_FRAME = 4096
 
@@ -76,7 +76,7 @@ class Recording:
         self._write_all([self._frames.sequence(end, token_ids if self.with_token_ids else ())])
         self.num_sequences += 1
 
-    def steps(self, steps: Sequence[TimedStep]) -> None:
+    def steps(self, steps: Sequence[StepCount]) -> None:
         """Consecutive steps."""
         for first in range(0, len(steps), STEPS_PER_FRAME):
             self._write_all([self._frames.steps(steps[first : first + STEPS_PER_FRAME])])

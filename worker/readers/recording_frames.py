@@ -11,7 +11,7 @@ from worker.pages.events import EventColumns, PageEventKind
 from worker.readers.ledger import Ledger
 from worker.readers.recording_file import FORMAT_VERSION
 from worker.readers.samples import LoggedEnd, LoggedRequest
-from worker.traffic import TimedStep
+from worker.traffic import StepCount
 
 PAGES_PER_FRAME = 65_536
 Frame = cache_pb2.RecordingFrame
@@ -152,7 +152,7 @@ class FrameMaker:
         return Frame(sequence=record)
 
     @staticmethod
-    def steps(steps: Sequence[TimedStep]) -> Frame:
+    def steps(steps: Sequence[StepCount]) -> Frame:
         """Consecutive steps."""
         batch = cache_pb2.StepBatch(
             steps=array("Q", [step.number for step in steps]).tobytes(),

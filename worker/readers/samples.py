@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from worker.ids import SequenceId
 from worker.readers.prefix_keys import PrefixKeys
 from worker.stats import PoolTotals
-from worker.traffic import Arrival, Departure, TimedStep
+from worker.traffic import Arrival, Departure, StepCount
 
 MAX_REQUESTS = 16_384
 MAX_KEYS = 2_000_000  # 16 MB
@@ -80,7 +80,7 @@ class Sample:
     """A copy of the log, for another thread."""
 
     requests: tuple[LoggedRequest, ...]  # by arrival
-    steps: tuple[TimedStep, ...]
+    steps: tuple[StepCount, ...]
     looks: tuple[PoolLook, ...]
     is_whole: bool  # it reaches back to the start of the worker
     granularity: int
@@ -99,7 +99,7 @@ class RequestLog:
         self._num_keys = 0
         self._live: dict[int, LoggedRequest] = {}  # by id of sample 0
         self.requests: deque[LoggedRequest] = deque()
-        self.steps: deque[TimedStep] = deque(maxlen=MAX_STEPS)
+        self.steps: deque[StepCount] = deque(maxlen=MAX_STEPS)
         self._looks: deque[PoolLook] = deque(maxlen=MAX_LOOKS)
         self.is_whole = True
 

@@ -100,12 +100,10 @@ class RecordedWorker:
         return step
 
     def _tell(self, step: Step, began: float) -> None:
-        context = sum(step.ends)
-        prompt_tokens = context - sum(step.starts) - step.num_decode
         seconds = self.now - (self._last_end or began)
         self._last_end = self.now
         time_us = int(self.now * 1e6)
-        self.traffic.put(TimedStep(step.number, time_us, seconds, prompt_tokens, step.num_decode, context))
+        self.traffic.put(TimedStep(step.number, time_us, seconds, step.num_decode, step.starts, step.ends))
 
 
 def frame_maker(config: SchedulerConfig) -> FrameMaker:
