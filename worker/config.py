@@ -115,12 +115,18 @@ class WorkerConfig:
             self,
             num_pages=num_pages,
             max_context=context,
-            max_batch_tokens=self.max_batch_tokens or max(512, self.max_running + 256),
+            max_batch_tokens=self.step_tokens,
             overlap=overlap,
             engine_address=engine,
             pages_address=pages,
         )
         return resolved.checked()
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of the largest step, chosen where the config names none."""
+        usual = 2048 if self.device == "cuda" else 512  # long enough for full speed, short between tokens
+        return self.max_batch_tokens or max(usual, self.max_running + 256)
 
     def checked(self) -> "WorkerConfig":
         """Itself, or ConfigError with every setting that is out of its range."""

@@ -28,6 +28,7 @@ from worker.config import ConfigError, WorkerConfig
 from worker.description import ModelDescription
 from worker.devices import DeviceFacts, describe
 from worker.execution.cpu_model import cpu_parts
+from worker.execution.headroom import step_bytes
 from worker.execution.kv_pool import bytes_per_page, pages_that_fit
 from worker.execution.runner import Runner
 from worker.execution.torch_runner import RunnerConfig, TorchRunner
@@ -63,7 +64,13 @@ class TorchDevice:
         description = describe(files, model.usable_context, model.vocab_size)
         return DeviceFacts(
             model=_completed(description, model, dtype, num_parameters),
-            automatic_pages=_automatic_pages(config, device, _model_bytes(config, model, dtype), page_bytes),
+            automatic_pages=_automatic_pages(
+                config,
+                device,
+                model_bytes=_model_bytes(config, model, dtype),
+                page_bytes=page_bytes,
+                step_bytes=_step_bytes(config, model, dtype),
+            ),
             page_bytes=page_bytes,
             layer_count=model.num_layers,
             kv_head_count=model.num_kv_heads,
@@ -259,7 +266,16 @@ def _page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
     )
 
 
-def _automatic_pages(config: WorkerConfig, device: torch.device, model_bytes: int, page_bytes: int) -> int:
+def _step_bytes(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    if config.device == "cpu":
+        return 0  # its pool is small, and untouched memory costs nothing
+    tokens, running = config.step_tokens, config.max_running
+    return step_bytes(model, max_step_tokens=tokens, max_running=running, itemsize=dtype.itemsize)
+
+
+def _automatic_pages(
+    config: WorkerConfig, device: torch.device, *, model_bytes: int, page_bytes: int, step_bytes: int
+) -> int:
     if config.num_pages:
         return config.num_pages
     try:
@@ -268,6 +284,7 @@ def _automatic_pages(config: WorkerConfig, device: torch.device, model_bytes: in
             free_bytes=_free_bytes(device),
             model_bytes=model_bytes,
             page_bytes=page_bytes,
+            step_bytes=step_bytes,
         )
     except ValueError as error:
         raise ConfigError(f"num_pages: {error}") from None

@@ -44,16 +44,20 @@ def bytes_per_page(
     return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
 
 
-def pages_that_fit(*, memory_ratio: float, free_bytes: int, model_bytes: int, page_bytes: int) -> int:
+def pages_that_fit(
+    *, memory_ratio: float, free_bytes: int, model_bytes: int, page_bytes: int, step_bytes: int = 0
+) -> int:
     """Pages to manage beside a model, of the memory that was free before the model was loaded.
 
-    The dummy page is taken off first. Raises ValueError when not even one page fits.
+    At least `step_bytes` are left for steps, whatever the ratio says. The dummy page is taken off first.
+    Raises ValueError when not even one page fits.
     """
-    num_pages = int(memory_ratio * free_bytes - model_bytes) // page_bytes - 1
+    usable = min(memory_ratio * free_bytes, free_bytes - step_bytes)
+    num_pages = int(usable - model_bytes) // page_bytes - 1
     if num_pages < 1:
         raise ValueError(
             f"no room for one page of {page_bytes} bytes: {memory_ratio:.2f} of {free_bytes} free bytes, "
-            f"less {model_bytes} of the model"
+            f"less {model_bytes} of the model, {step_bytes} left for steps"
         )
     return num_pages
 

@@ -1,0 +1,21 @@
+"""Memory that the largest step needs beside weights and pages: an upper bound, before anything is loaded.
+
+The first steps of a start run at that size, so a bound that is too low fails there and not under load.
+"""
+
+from worker.model.config import ModelConfig
+
+LIBRARIES = 1 << 30
+"""Bytes for the libraries' workspaces, kernels and CUDA graphs, measured with room to spare on an H200."""
+
+
+def step_bytes(model: ModelConfig, *, max_step_tokens: int, max_running: int, itemsize: int) -> int:
+    """Bytes of activations and logits of one step, each counted as long as it lives beside the others."""
+    q = model.num_heads * model.head_dim
+    qkv = q + 2 * model.num_kv_heads * model.head_dim
+    hidden, inner = model.hidden_size, model.intermediate_size
+    # Residual and its norm live through a layer; beside them either attention's tensors or those of the MLP.
+    per_token = 3 * hidden + max(qkv + 2 * q, 3 * inner)
+    # Logits in the model's dtype, and as fp32 with copies where a request wants more than a plain draw.
+    logits = model.vocab_size * (itemsize + 3 * 4)
+    return max_step_tokens * per_token * itemsize + max_running * logits + LIBRARIES
