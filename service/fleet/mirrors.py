@@ -20,6 +20,7 @@ from service.fleet.event_ring import EventRing
 from service.fleet.feed import EventColumns, OutOfStep, SequenceKey
 from service.fleet.link import CommandFailed, WorkerLink, WorkerUnavailable
 from service.fleet.page_mirror import PageMirror, Standing
+from service.fleet.violations import ViolationLog
 from service.request import LostReason
 
 SNAPSHOT_SECONDS = 10.0
@@ -53,6 +54,7 @@ class KeptMirror:
         self.link = link
         self.mirror = PageMirror(link.worker_id)
         self.ring = EventRing()
+        self.violations = ViolationLog()
         self.resyncs: Counter[str] = Counter(dict.fromkeys(CAUSES, 0))
         self.fed_time = 0.0  # loop's clock of the last feed message or snapshot
         self.event_watchers: set[Callable[[], None]] = set()  # called when there are new ones
@@ -103,7 +105,9 @@ class KeptMirror:
         try:
             if topic == page_codec.DELTAS:
                 self.fed_time = self._loop.time()
-                self.mirror.apply(page_codec.decode_delta(payload))
+                feed = worker_pb2.PageFeed.FromString(payload)
+                self.violations.add(feed.violations)
+                self.mirror.apply(page_codec.map_delta(feed))
             elif self._has_events:
                 epoch, events = page_codec.decode_event_feed(payload)
                 if epoch == self.mirror.revision.epoch:

@@ -42,7 +42,11 @@ _EVENT_WIRE: Mapping[str, str] = {
 
 def decode_delta(payload: bytes) -> MapDelta:
     """A message of topic "d"."""
-    feed = worker_pb2.PageFeed.FromString(payload)
+    return map_delta(worker_pb2.PageFeed.FromString(payload))
+
+
+def map_delta(feed: worker_pb2.PageFeed) -> MapDelta:
+    """The change of the map in a message of topic "d"."""
     delta = feed.delta
     page_ids: Any = np.frombuffer(delta.page_ids, "<u4")
     changed, ended = _split(delta.sequences)

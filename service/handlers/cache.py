@@ -38,6 +38,7 @@ MAX_ROWS = 64
 MAX_RESULTS, DEFAULT_RESULTS = 1_000, 100
 CURSOR_SECONDS = 60.0
 COMMAND_SECONDS = 10.0
+CHECK_SECONDS = 60.0
 MIN_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.05, 10.0
 MIN_HEARTBEAT_SECONDS, MAX_HEARTBEAT_SECONDS = 1.0, 60.0
 """Of WatchPageMap."""
@@ -199,7 +200,36 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         """Not a feature of this release."""
         raise errors.feature_disabled("estimate_cache")
 
+    # -- the audit -----------------------------------------------------------------------------------
+
+    async def GetIntegrity(self, request: pb.GetIntegrityRequest, context: Any) -> pb.GetIntegrityResponse:
+        """What the worker's live audit has found."""
+        command = worker_pb2.Command(integrity=request)
+        reply = await self._ask(request.worker_id, command, COMMAND_SECONDS)
+        return reply.integrity
+
+    async def RunIntegrityCheck(
+        self, request: pb.RunIntegrityCheckRequest, context: Any
+    ) -> pb.RunIntegrityCheckResponse:
+        """A check of everything."""
+        if not self._viewer().is_admin:
+            raise _missing_scope("admin")
+        command = worker_pb2.Command(check_integrity=request)
+        reply = await self._ask(request.worker_id, command, CHECK_SECONDS)
+        return reply.check_integrity
+
     # -- inside --------------------------------------------------------------------------------------
+
+    async def _ask(self, worker_id: str, command: worker_pb2.Command, timeout: float) -> Any:
+        """The one reply of a worker to a command. Raises Failure."""
+        kept = self._kept(worker_id)
+        try:
+            async with replies_to(kept.link, command, timeout=timeout) as replies:
+                return await anext(replies)
+        except CommandFailed as failed:
+            raise _failure(failed) from failed
+        except (WorkerUnavailable, TimeoutError) as gone:
+            raise errors.not_ready() from gone
 
     def _viewer(self) -> Viewer:
         return self._viewer_of(current_call.get())

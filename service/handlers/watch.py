@@ -55,6 +55,7 @@ class MapWatcher:
         self._number = 0  # of the revision that the watcher holds
         self._sent = 0.0  # loop's clock of the last message
         self._had_snapshot = False
+        self._told_violations = kept.violations.total
 
     async def run(self) -> None:
         """Until the call ends or the drain begins, which raises Failure."""
@@ -126,6 +127,8 @@ class MapWatcher:
     # -- messages ------------------------------------------------------------------------------------
 
     async def _write(self, message: pb.WatchPageMapResponse) -> None:
+        message.violations.extend(self._kept.violations.after(self._told_violations))
+        self._told_violations = self._kept.violations.total
         await self._context.write(message)
         self._sent = self._loop.time()
 
@@ -185,6 +188,7 @@ class MapWatcher:
     async def _tell_life_if_due(self) -> None:
         # Only while the worker's feed lives: a watcher is not told that all is well when nobody knows.
         is_due = self._loop.time() - self._sent >= self._options.heartbeat_interval - 0.02
+        is_due |= self._kept.violations.total > self._told_violations
         if is_due and self._kept.is_live:
             await self._tell_life()
 

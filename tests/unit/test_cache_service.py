@@ -145,6 +145,8 @@ class ScriptedLink:
             for owner, info in self.sequences.items():
                 row = pb.GetPageTableResponse(row=owner, owner=owner, request_id=info.request_id)
                 yield worker_pb2.CommandReply(page_table=row)
+        elif kind == "check_integrity":
+            yield worker_pb2.CommandReply(check_integrity=pb.RunIntegrityCheckResponse(checked_pages=7))
 
     def _snapshot(self) -> list[worker_pb2.SnapshotReply]:
         total = len(self.planes["states"])
@@ -802,5 +804,63 @@ def test_a_refused_snapshot_is_asked_for_again_as_soon_as_the_workers_state_chan
         stage.mirrors.link_beat(cast(Any, link))
         await until(lambda: stage.mirrors.kept[0].mirror.standing is Standing.CURRENT)
         assert link.commands == ["snapshot", "snapshot"]
+
+    run(work())
+
+
+# -- the audit ---------------------------------------------------------------------------------------------
+
+
+def violation(number: int) -> pb.IntegrityViolation:
+    return pb.IntegrityViolation(check=pb.INTEGRITY_CHECK_TRIE, subject=f"page {number}", page_id=number)
+
+
+def test_a_full_check_needs_the_admin_scope_and_a_worker_that_is_there() -> None:
+    async def work() -> None:
+        request = pb.RunIntegrityCheckRequest()
+        stage = Stage(ScriptedLink(page_count=10), viewer=Viewer("acme", is_admin=False))
+        await stage.welcome()
+        assert (await refused(stage.servicer.RunIntegrityCheck(request, None))).reason == "MISSING_SCOPE"
+        stage = Stage(ScriptedLink(page_count=10))
+        await stage.welcome()
+        assert (await stage.servicer.RunIntegrityCheck(request, None)).checked_pages == 7
+        stage.links[0].fails_with = worker_pb2.CommandReply(code=8, error_reason=8, message="one a second")
+        failure = await refused(stage.servicer.RunIntegrityCheck(request, None))
+        assert (failure.status, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED")
+
+    run(work())
+
+
+@pytest.mark.parametrize("mode", [pb.WATCH_MODE_STATE, pb.WATCH_MODE_EVENTS])
+def test_watchers_are_told_each_violation_once_though_no_page_changes(mode: Any) -> None:
+    async def work() -> None:
+        stage, context = Stage(ScriptedLink(page_count=10)), Context()
+        await stage.welcome()
+        stage.mirrors.kept[0].violations.add([violation(1)])  # before the watch began
+        task = await stage.watch(context, mode=mode)
+
+        def said() -> list[int]:
+            return [each.page_id for message in context.written for each in message.violations]
+
+        for number in (2, 3):
+            feed = worker_pb2.PageFeed.FromString(stage.links[0].delta())
+            feed.violations.append(violation(number))
+            stage.mirrors.link_fed(cast(Any, stage.links[0]), b"d", feed.SerializeToString())
+            await until(lambda: len(said()) == number - 1, 0.5)  # noqa: B023  # sooner than a heartbeat
+        assert said() == [2, 3]
+        task.cancel()
+
+    run(work())
+
+
+def test_of_many_violations_the_newest_are_kept() -> None:
+    async def work() -> None:
+        stage = Stage(ScriptedLink(page_count=10))
+        await stage.welcome()
+        log = stage.mirrors.kept[0].violations
+        log.add([violation(number) for number in range(250)])
+        assert [each.page_id for each in log.after(248)] == [248, 249]
+        assert [each.page_id for each in log.after(0)] == list(range(150, 250))
+        assert log.after(250) == []
 
     run(work())
