@@ -1,12 +1,12 @@
 """Products of a few rows with a weight matrix, limited by the bytes of the weight.
 
-Bytes: num_outputs * width * itemsize of the weight, once. At batch 1..16 a library product leaves most of the
+Bytes: num_outputs * width * itemsize of the weight, once. A library product of few rows leaves most of the
 bandwidth unused; these kernels also fold in what stands before and after the product: RMSNorm of the input,
 addition to the residual, the gated activation.
 
 One row is multiplied lane by lane; its first weights are in registers before the kernel waits for its input.
-More rows go through the tensor cores, padded to 16: the width is cut into slices, one or more a warp, so that
-no warp has a long chain of products to go through; the slices are added up in a fixed order.
+More rows go through the tensor cores, padded to 16, 32 or 64. The width may be cut into slices, one or more a
+warp, so that no warp has a long chain of products to go through; slices are added up in a fixed order.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch, prefetch
 
-MAX_ROWS = 16
+MAX_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class MatvecLaunch:
 
     outputs: int = 16  # outputs a program
     block: int = 64  # elements of the width a loop turn and slice
-    slices: int = 4  # of the width, side by side; one row: 1
+    slices: int = 4  # of the width, side by side; one row: 1; 1: all warps share a tile
     warps: int = 4
     stages: int = 4
 
@@ -46,7 +46,7 @@ def matvec(
 ) -> Tensor:
     """x @ weight.T for few rows, with prologue and epilogue.
 
-    x [num_rows, width], num_rows <= 16; weight [num_outputs, width], both contiguous. `norm` [width]: x is
+    x [num_rows, width], num_rows <= 64; weight [num_outputs, width], both contiguous. `norm` [width]: x is
     RMS-normed with it first. `residual` [num_rows, num_outputs]: the product is added to it in place
     and it is returned. `gated`: weight holds gate rows, then up rows; the result is silu(gate) * up
     [num_rows, num_outputs / 2]. Sums are in fp32. The weight may be read before earlier kernels have ended.
@@ -74,6 +74,7 @@ def matvec(
         num_outputs,
         eps,
         WIDTH=width,
+        ROWS=max(16, triton.next_power_of_2(num_rows)),
         OUTPUTS=launch.outputs,
         BLOCK=launch.block,
         SLICES=launch.slices,
@@ -100,6 +101,10 @@ def choose_launch(num_rows: int, num_outputs: int, width: int, gated: bool) -> M
     if num_rows == 1:
         block = min(4096, int(triton.next_power_of_2(width)))
         return MatvecLaunch(outputs=4, block=block, slices=1, warps=8, stages=1)
+    if num_rows > 16:
+        if num_outputs <= 2048:
+            return MatvecLaunch(outputs=8, block=32, slices=8, warps=8, stages=3)
+        return MatvecLaunch(outputs=32, block=64, slices=1, warps=4, stages=5)
     if num_outputs <= 2048:
         return MatvecLaunch(outputs=8, block=32, slices=8, warps=8, stages=4)
     return MatvecLaunch(outputs=16, block=32, slices=8, warps=8, stages=4)
@@ -140,6 +145,7 @@ def _one_row_kernel(
     num_outputs,
     eps,
     WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
     SLICES: tl.constexpr,
@@ -200,11 +206,27 @@ def _one_row_kernel(
 
 
 @triton.jit
-def _weight_slices(weight, outputs, output_ok, k, WIDTH: tl.constexpr):
-    """Rows `outputs` at columns k [slices, block]: [slices, block, outputs]."""
-    at = weight + outputs.to(tl.int64)[None, :, None] * WIDTH + k[:, None, :]
-    tile = tl.load(at, mask=output_ok[None, :, None] & (k < WIDTH)[:, None, :], other=0.0)
-    return tl.permute(tile, (0, 2, 1))
+def _weight_part(weight, outputs, output_ok, k, WIDTH: tl.constexpr, SLICES: tl.constexpr):
+    """Rows `outputs` at columns k: [block, outputs], or of k [slices, block]: [slices, block, outputs]."""
+    if SLICES == 1:
+        part = tl.trans(_weight_tile(weight, outputs, output_ok, k, WIDTH))
+    else:
+        at = weight + outputs.to(tl.int64)[None, :, None] * WIDTH + k[:, None, :]
+        tile = tl.load(at, mask=output_ok[None, :, None] & (k < WIDTH)[:, None, :], other=0.0)
+        part = tl.permute(tile, (0, 2, 1))
+    return part
+
+
+@triton.jit
+def _input_part(x, rows, row_ok, k, WIDTH: tl.constexpr, SLICES: tl.constexpr):
+    """Rows of x at columns k: [rows, block], or of k [slices, block]: [slices, rows, block]."""
+    if SLICES == 1:
+        mask = row_ok[:, None] & (k < WIDTH)[None, :]
+        part = tl.load(x + rows[:, None] * WIDTH + k[None, :], mask=mask, other=0.0)
+    else:
+        mask = row_ok[None, :, None] & (k < WIDTH)[:, None, :]
+        part = tl.load(x + rows[None, :, None] * WIDTH + k[:, None, :], mask=mask, other=0.0)
+    return part
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -218,6 +240,7 @@ def _few_rows_kernel(
     num_outputs,
     eps,
     WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
     SLICES: tl.constexpr,
@@ -230,7 +253,9 @@ def _few_rows_kernel(
     PDL: tl.constexpr,
 ):
     first = tl.program_id(0) * OUTPUTS
-    lane = tl.arange(0, SLICES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    lane = tl.arange(0, BLOCK)
+    if SLICES > 1:
+        lane = tl.arange(0, SLICES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     gain = lane
     if HAS_NORM:
         gain = tl.load(norm + lane, mask=lane < WIDTH, other=0.0)
@@ -241,31 +266,40 @@ def _few_rows_kernel(
         gdc_wait()
     outputs = first + tl.arange(0, OUTPUTS)
     output_ok = outputs < num_outputs
-    rows = tl.arange(0, 16)
+    rows = tl.arange(0, ROWS)
     row_ok = rows < num_rows
-    acc = tl.zeros([SLICES, 16, OUTPUTS], tl.float32)
-    up_acc = tl.zeros([SLICES, 16, OUTPUTS], tl.float32)
-    squares = tl.zeros([SLICES, 16, BLOCK], tl.float32)
+    if SLICES == 1:
+        acc = tl.zeros([ROWS, OUTPUTS], tl.float32)
+        squares = tl.zeros([ROWS, BLOCK], tl.float32)
+    else:
+        acc = tl.zeros([SLICES, ROWS, OUTPUTS], tl.float32)
+        squares = tl.zeros([SLICES, ROWS, BLOCK], tl.float32)
+    up_acc = acc
     for start in range(0, WIDTH, SLICES * BLOCK):
         k = start + lane
-        w = _weight_slices(weight, outputs, output_ok, k, WIDTH)
-        mask = row_ok[None, :, None] & (k < WIDTH)[:, None, :]
-        value = tl.load(x + rows[None, :, None] * WIDTH + k[:, None, :], mask=mask, other=0.0)
+        w = _weight_part(weight, outputs, output_ok, k, WIDTH, SLICES)
+        value = _input_part(x, rows, row_ok, k, WIDTH, SLICES)
         if HAS_NORM:
             wide = value.to(tl.float32)
             squares += wide * wide
-            value = (wide * gain.to(tl.float32)[:, None, :]).to(value.dtype)
+            if SLICES == 1:
+                value = (wide * gain.to(tl.float32)[None, :]).to(value.dtype)
+            else:
+                value = (wide * gain.to(tl.float32)[:, None, :]).to(value.dtype)
             # A turn ahead: too small for the pipeline, and its way is long.
             after = k + SLICES * BLOCK
             gain = tl.load(norm + after, mask=after < WIDTH, other=0.0)
         acc = tl.dot(value, w, acc, input_precision="ieee")
         if GATED:
-            up = _weight_slices(weight, outputs + num_outputs, output_ok, k, WIDTH)
+            up = _weight_part(weight, outputs + num_outputs, output_ok, k, WIDTH, SLICES)
             up_acc = tl.dot(value, up, up_acc, input_precision="ieee")
-    result = tl.sum(acc, 0)
-    up_result = tl.sum(up_acc, 0)
+    if SLICES == 1:
+        result, up_result, square = acc, up_acc, tl.sum(squares, 1)
+    else:
+        result, up_result = tl.sum(acc, 0), tl.sum(up_acc, 0)
+        square = tl.sum(tl.sum(squares, 0), 1)
     if HAS_NORM:
-        scale = 1.0 / tl.sqrt(tl.sum(tl.sum(squares, 0), 1) / WIDTH + eps)
+        scale = 1.0 / tl.sqrt(square / WIDTH + eps)
         result *= scale[:, None]
         up_result *= scale[:, None]
     if GATED:

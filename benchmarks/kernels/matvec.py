@@ -129,7 +129,9 @@ def launches(product: Product, num_rows: int, tune: bool) -> list[MatvecLaunch]:
     outputs = product.outputs // 2 if product.is_gated else product.outputs
     if not tune:
         return [choose_launch(num_rows, outputs, product.width, product.is_gated)]
-    return list(_one_row(product) if num_rows == 1 else _few_rows(product))
+    if num_rows == 1:
+        return list(_one_row(product))
+    return list(_few_rows(product) if num_rows <= 16 else _more_rows(product, num_rows))
 
 
 def _one_row(product: Product) -> Iterator[MatvecLaunch]:
@@ -148,6 +150,17 @@ def _few_rows(product: Product) -> Iterator[MatvecLaunch]:
         programs = product.outputs // weights // outputs
         fits = turn * stages <= SHARED_BYTES and slices >= warps // 2
         if fits and is_wide and (programs >= 96 or outputs == 8) and programs <= 132 * 40:
+            yield MatvecLaunch(outputs, block, slices, warps, stages)
+
+
+def _more_rows(product: Product, num_rows: int) -> Iterator[MatvecLaunch]:
+    weights = 2 if product.is_gated else 1
+    shared = itertools.product((16, 32, 64), (64, 128), (1,), (4, 8), (3, 5))
+    sliced = itertools.product((8, 16), (32,), (8,), (8,), (3,))
+    for outputs, block, slices, warps, stages in (*shared, *sliced):
+        turn = 2 * slices * block * (num_rows + weights * outputs)
+        programs = product.outputs // weights // outputs
+        if turn * stages <= SHARED_BYTES and programs >= 32 and (slices == 1 or programs <= 256):
             yield MatvecLaunch(outputs, block, slices, warps, stages)
 
 
