@@ -140,7 +140,9 @@ def test_norms_and_the_gated_activation_equal_the_reference():
     torch.testing.assert_close(silu_mul(gate_up), reference.silu_mul(gate_up), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("num_rows", "num_outputs", "width"), [(1, 100, 576), (3, 70, 320), (16, 34, 192), (21, 34, 96)])
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "width"), [(1, 100, 576), (3, 70, 320), (16, 34, 192), (21, 34, 96)]
+)
 def test_matvec_with_its_prologue_and_epilogues_equals_the_plain_product(num_rows, num_outputs, width):
     x, weight, bias = torch.randn(num_rows, width), torch.randn(num_outputs, width), torch.randn(num_outputs)
     norm, residual = torch.randn(width), torch.randn(num_rows, num_outputs)
