@@ -39,9 +39,11 @@ class FlashInferBackend:
         dtype: torch.dtype,
         device: torch.device,
         decode: GraphBackend | None = None,
+        prefill: str = "auto",
         library: Any = None,
     ) -> None:
-        """`decode`: whose decode attention to use; none: FlashInfer's. `library`: the flashinfer module.
+        """`decode`: whose decode attention to use; none: FlashInfer's. `prefill`: fa2, fa3, or auto for the
+        best one of the device, compiled if need be. `library`: the flashinfer module.
 
         Raises ValueError for shapes that FlashInfer does not have.
         """
@@ -56,7 +58,7 @@ class FlashInferBackend:
         self._decode_maker = decode
         if decode is not None:
             self.name = f"flashinfer+{decode.name}"
-        self._prefill = self._planner.prefill_wrapper()
+        self._prefill = self._planner.prefill_wrapper(prefill)
         self._decode: StaticDecode | None = None  # of mixed steps, for the page table last seen
         self._decode_table: Tensor | None = None
         self._capacity = 0  # spans that its buffers hold
@@ -154,13 +156,17 @@ def is_installed() -> bool:
     return find_spec("flashinfer") is not None
 
 
-def has_kernels(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether FlashInfer's kernels for this shape are compiled already; compiles nothing.
+def compiled_kernels(head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
+    """Which of FlashInfer's kernel families for this shape are compiled already; compiles nothing.
 
-    Compiling them takes a minute or two of nvcc.
+    fa2: decode, and prefill anywhere. fa3: prefill on Hopper. Compiling one takes a minute or two of nvcc.
     """
     modules = import_module("flashinfer.jit.attention.modules")
-    major, _ = torch.cuda.get_device_capability(device)
-    kinds = ("fa2", "fa3") if major == 9 else ("fa2",)  # decode, prefill
     shape = (dtype, dtype, dtype, _INT32, head_dim, head_dim, 0, False, False, False)
-    return all(bool(modules.gen_batch_prefill_module(kind, *shape).is_compiled) for kind in kinds)
+    families = ("fa2", "fa3")
+    return tuple(f for f in families if bool(modules.gen_batch_prefill_module(f, *shape).is_compiled))
+
+
+def prefill_family(device: torch.device) -> str:
+    """The fastest family for prefill on this device."""
+    return "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"

@@ -42,9 +42,10 @@ class Planner:
         self._partial = torch.zeros(_FLOAT_BYTES, dtype=torch.uint8, device=device)
         self._decode_schedule = torch.zeros(_INT_BYTES, dtype=torch.uint8, device=device)
 
-    def prefill_wrapper(self) -> Any:
+    def prefill_wrapper(self, family: str) -> Any:
         """A wrapper of its own schedule."""
-        return _checked(self._library.BatchPrefillWithPagedKVCacheWrapper(self._partial, "NHD"))
+        wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(self._partial, "NHD", backend=family)
+        return _checked(wrapper)
 
     def decode_wrapper(self, **buffers: Any) -> Any:
         """A wrapper of the shared schedule. Its tensor-core kernels know every group size (B085)."""

@@ -40,7 +40,7 @@ class Surroundings:
     device: torch.device
     kv_dtype: torch.dtype
     has_flashinfer: bool
-    has_flashinfer_kernels: bool  # compiled already, for this model's shape
+    has_flashinfer_kernels: bool  # of prefill, compiled already, for this model's shape
 
 
 def choose(config: WorkerConfig, model: ModelConfig, around: Surroundings) -> Choice:
@@ -88,7 +88,7 @@ def look_around(
     asks = installed and device.type == "cuda" and config.attention_backend == "auto"
     compiled = False
     if asks and model.head_dim in FLASHINFER_PREFILL_DIMS and kv == torch.bfloat16:
-        from kernels.flashinfer_backend import has_kernels
+        from kernels.flashinfer_backend import compiled_kernels, prefill_family
 
-        compiled = has_kernels(model.head_dim, kv, device)
+        compiled = prefill_family(device) in compiled_kernels(model.head_dim, kv)
     return Surroundings(device, kv, installed, compiled)

@@ -16,7 +16,7 @@ from triton.testing import do_bench
 
 from kernels.backend import GraphBackend
 from kernels.batch import KvLayer, PagedBatch
-from kernels.flashinfer_backend import FlashInferBackend, has_kernels, is_installed
+from kernels.flashinfer_backend import FlashInferBackend, compiled_kernels, is_installed
 from kernels.triton_backend import TritonBackend
 
 BF16 = torch.bfloat16
@@ -59,8 +59,10 @@ def backends(heads: tuple[int, int, int], page: int) -> dict[str, GraphBackend]:
     """Those that are there."""
     device = torch.device("cuda", torch.cuda.current_device())
     found: dict[str, GraphBackend] = {"triton": TritonBackend(*heads, 40_000)}
-    if is_installed() and has_kernels(heads[2], BF16, device):
-        found["flashinfer"] = FlashInferBackend(*heads, page_size=page, dtype=BF16, device=device)
+    for family in compiled_kernels(heads[2], BF16) if is_installed() else ():
+        found[f"flashinfer_{family}"] = FlashInferBackend(
+            *heads, page_size=page, dtype=BF16, device=device, prefill=family
+        )
     return found
 
 
@@ -122,6 +124,8 @@ def measure(kind: str, heads: tuple[int, int, int], q_lens: tuple[int, ...], cac
     record: dict[str, Any] = {"kind": kind, "heads": heads, "page": page, "spans": len(q_lens)}
     record |= {"new": q_lens[0], "cached": cached}
     for name, backend in backends(heads, page).items():
+        if kind == "decode" and name.endswith("fa3"):
+            continue  # decode is fa2's in both
         time_us = (decode_us if kind == "decode" else prefill_us)(backend, batch, kv, q)
         record[f"{name}_us"] = round(time_us, 1)
         record[f"{name}_plan_us"] = round(host_us(lambda b=backend: b.plan(batch)), 1)

@@ -142,13 +142,15 @@ class GpuEngine:
 
 
 def _attention(name: str, config: RunnerConfig, num_heads: int) -> Any:
-    from kernels.flashinfer_backend import FlashInferBackend
+    from kernels.flashinfer_backend import FlashInferBackend, compiled_kernels, is_installed
     from kernels.invariant_backend import InvariantBackend
     from kernels.paged_cuda.backend import PagedCudaBackend
     from kernels.triton_backend import TritonBackend
 
     heads = (num_heads, config.num_kv_heads, config.head_dim)
     paged = {"page_size": config.page_size, "dtype": config.kv_dtype, "device": DEVICE}
+    there = compiled_kernels(config.head_dim, config.kv_dtype) if is_installed() else ()
+    prefill = {"prefill": there[-1] if there else "auto"}
     match name:
         case "invariant":
             return InvariantBackend(*heads[:2])
@@ -157,9 +159,11 @@ def _attention(name: str, config: RunnerConfig, num_heads: int) -> Any:
         case "paged_cuda":
             return PagedCudaBackend(*heads, **paged)
         case "flashinfer":
-            return FlashInferBackend(*heads, **paged)
+            return FlashInferBackend(*heads, **paged, **prefill)
         case "flashinfer+triton":
-            return FlashInferBackend(*heads, **paged, decode=TritonBackend(*heads, config.max_context))
+            return FlashInferBackend(
+                *heads, **paged, **prefill, decode=TritonBackend(*heads, config.max_context)
+            )
         case _:
             return TritonBackend(*heads, config.max_context)
 
