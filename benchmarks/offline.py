@@ -37,6 +37,7 @@ class Tally:
     wait: float = 0.0
     commit: float = 0.0
     first_token: float = 0.0
+    prompts: float = 0.0  # from the beginning to the end of the last step with prompt tokens
 
 
 class Engine:
@@ -88,7 +89,10 @@ class Engine:
                 scheduler.commit(oldest, result, time.monotonic())
                 tally.wait += waited - before
                 tally.commit += clock() - waited
-            if scheduler.take_outputs() and not tally.first_token:
+                if oldest.num_decode < len(oldest.rows):
+                    tally.prompts = waited - began
+            outputs = scheduler.take_outputs()
+            if not tally.first_token and any(columns.token_ids for columns in outputs.values()):
                 tally.first_token = clock() - began
             if not in_flight and not scheduler.has_work(time.monotonic()):
                 return
@@ -118,6 +122,7 @@ def measure(engine: Engine, workload: Workload) -> dict[str, object]:
         "prompt_tokens": sum(map(len, workload.prompts)),
         "seconds": round(seconds, 3),
         "first_token_seconds": round(tally.first_token, 4),
+        "prompts_seconds": round(tally.prompts, 4),
         "steps": tally.steps,
         "host_us_per_step": {
             name: round(getattr(tally, name) / tally.steps * 1e6, 1)
