@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from worker.scheduling.output import SequenceStart
 from worker.scheduling.scheduler import Scheduler
 
+NUM_STRETCHES = 20
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -40,6 +42,7 @@ class Counts:
     num_steps: int = 0
     seconds: float = 0.0  # of virtual time
     queue_seconds: list[float] = field(default_factory=list)  # of each request admitted
+    lookups: list[tuple[int, int]] = field(default_factory=list)  # hit and all tokens of each, in order
     wasted_slot_seconds: float = 0.0
     active_page_seconds: float = 0.0
     _before: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
@@ -55,6 +58,32 @@ class Counts:
         return self.hit_tokens / self.looked_up_tokens if self.looked_up_tokens else 0.0
 
     @property
+    def hit_ratio_error(self) -> float:
+        """Standard error of hit_ratio: how much it differs between stretches of the trace (jackknife)."""
+        size = -(-len(self.lookups) // NUM_STRETCHES)
+        if size < 2:
+            return 0.0
+        stretches = [self.lookups[at : at + size] for at in range(0, len(self.lookups), size)]
+        hits, tokens = self.hit_tokens, self.looked_up_tokens
+        without = [
+            (hits - sum([hit for hit, _ in part])) / max(1, tokens - sum([count for _, count in part]))
+            for part in stretches
+        ]
+        mean = sum(without) / len(without)
+        spread = sum([(ratio - mean) ** 2 for ratio in without])
+        return float(((len(without) - 1) / len(without) * spread) ** 0.5)
+
+    @property
+    def mean_queue_seconds(self) -> float:
+        """Mean wait of those admitted."""
+        return sum(self.queue_seconds) / len(self.queue_seconds) if self.queue_seconds else 0.0
+
+    @property
+    def mean_wasted_slots(self) -> float:
+        """Mean of the slots of active pages that hold no token."""
+        return self.wasted_slot_seconds / self.seconds if self.seconds else 0.0
+
+    @property
     def fragmentation(self) -> float:
         """Share of the slots of active pages that hold no token, over time."""
         slots = self.active_page_seconds * self.setting.page_size
@@ -67,10 +96,13 @@ class Counts:
         self.num_requests += 1
         self.queue_seconds.append(start.queue_seconds)
         if start.prefix is not None:
-            self.hit_tokens += start.prefix.hit_tokens * self.resolution
+            before = self.looked_up_tokens
+            hit_tokens = start.prefix.hit_tokens * self.resolution
+            self.hit_tokens += hit_tokens
             self.miss_cold_tokens += start.prefix.miss_cold_tokens * self.resolution
             self.miss_evicted_tokens += start.prefix.miss_evicted_tokens * self.resolution
             self.unaligned_tokens += start.prefix.unaligned_tokens * self.resolution - excess
+            self.lookups.append((hit_tokens, self.looked_up_tokens - before))
 
     def look(self, scheduler: Scheduler, seconds: float) -> None:
         """The pool as it was for so many seconds."""

@@ -1,0 +1,39 @@
+"""Logged requests → a trace that can be run again. The same for a recording and for the live sample."""
+
+from array import array
+from collections.abc import Sequence
+
+from worker.readers.samples import LoggedEnd, LoggedRequest
+from worker.scheduling.output import FinishCode
+from worker.trace.workload import Output, TraceRequest
+
+NO_KEYS: "array[int]" = array("Q")
+
+
+def trace_requests(requests: Sequence[LoggedRequest], start_us: int) -> list[TraceRequest]:
+    """By arrival, in seconds since ``start_us``; what came before it comes at once."""
+    found = [_request(request, start_us, number) for number, request in enumerate(requests)]
+    return sorted(found, key=lambda request: request.arrival)
+
+
+def _request(request: LoggedRequest, start_us: int, number: int) -> TraceRequest:
+    ends = {end.sequence_id - request.sequence_id: end for end in request.ends}
+    outputs = [_output(request, ends.get(sample), start_us) for sample in range(request.sample_count)]
+    return TraceRequest(
+        arrival=max(0, request.time_us - start_us) / 1e6,
+        num_prompt=request.num_prompt,
+        max_tokens=request.max_tokens,
+        keys=request.keys,
+        outputs=outputs,
+        priority=request.priority,
+        cache_read=request.cache_read,
+        cache_write=request.cache_write,
+        number=number,
+    )
+
+
+def _output(request: LoggedRequest, end: LoggedEnd | None, start_us: int) -> Output:
+    """A sample; one that had not ended goes on to its limit, and the trace ends before it does."""
+    if end is None or end.finish_code == FinishCode.DRAINED:
+        return Output(request.max_tokens, NO_KEYS if end is None else end.keys)
+    return Output(end.num_output, end.keys, max(0, end.time_us - start_us) / 1e6)
