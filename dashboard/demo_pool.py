@@ -8,11 +8,12 @@ has them; knows no protobuf.
 
 import heapq
 import random
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvatlas.client.page_map import PLANES
 from kvatlas.v1 import cache_pb2 as pb
@@ -50,8 +51,7 @@ class DemoSequence:
         return self.token_count < self.prompt_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class DemoEvent:
+class DemoEvent(NamedTuple):
     """A page event."""
 
     number: int
@@ -112,20 +112,30 @@ def mix(parent: int, content: int) -> int:
 class DemoPool:
     """Pages, prefix index and sequences. `tick` moves the clock by a tenth of a second."""
 
-    def __init__(self, page_count: int = 4096, page_size: int = 16, seed: int = 20, load_of: int = 0) -> None:
+    def __init__(
+        self,
+        page_count: int = 4096,
+        page_size: int = 16,
+        seed: int = 20,
+        load_of: int = 0,
+        keeps_events: bool = True,
+    ) -> None:
         """`load_of`: requests as they come to a pool of so many pages; 0: of this one."""
         self.page_size, self.page_count, self.seed = page_size, page_count, seed
         self.load_of = load_of or page_count
+        self.keeps_events = keeps_events
         self.dummy_page = page_count - 1
         self.draw = random.Random(seed)
         # A little more than the pool holds, and no more than Python can play in real time.
-        self.rate = min(self.load_of / 420, 16.0)  # requests a second
+        self.rate = min(self.load_of / 480, 16.0)  # requests a second
         self.workload = Workload(self.draw, page_size, max(0.2, min(1.0, self.load_of / 4096)))
         self.now_ms, self.epoch, self.step = START_MS, START_MS * 1_000_000, 0
         self.number = 0  # of the last event
-        self.planes: dict[str, NDArray[np.generic]] = {
-            name: np.zeros(page_count, kind) for name, kind in PLANES.items()
+        # Arrays for single pages, which they read and write faster than numpy; planes are the same memory.
+        self.cells = {
+            name: array(kind.char, bytes(kind.itemsize * page_count)) for name, kind in PLANES.items()
         }
+        self.planes = {name: np.frombuffer(self.cells[name], kind) for name, kind in PLANES.items()}
         self.planes["states"][:] = pb.PAGE_STATE_FREE
         self.planes["parent_page_ids"][:] = NO_PAGE
         self.planes["states"][self.dummy_page] = pb.PAGE_STATE_RESERVED
@@ -222,7 +232,7 @@ class DemoPool:
             page = sequence.pages[place]
             size = min(target - sequence.token_count, self.page_size - sequence.token_count % self.page_size)
             sequence.token_count += size
-            self.planes["filled_slots"][page] += np.uint16(size)
+            self.cells["filled_slots"][page] += size
             self._touch(page)
             if sequence.token_count % self.page_size == 0:
                 self._seal(sequence, place)
@@ -259,10 +269,10 @@ class DemoPool:
         return True
 
     def _share(self, page: int, sequence: DemoSequence) -> None:
-        was_idle = self.planes["ref_counts"][page] == 0
+        was_idle = self.cells["ref_counts"][page] == 0
         self.cached.discard(page)
-        self.planes["ref_counts"][page] += 1
-        self.planes["hit_counts"][page] += 1
+        self.cells["ref_counts"][page] += 1
+        self.cells["hit_counts"][page] += 1
         if was_idle:
             self._set(page, states=pb.PAGE_STATE_ACTIVE, owners=sequence.owner)
         self._touch(page)
@@ -272,9 +282,9 @@ class DemoPool:
     def _seal(self, sequence: DemoSequence, place: int) -> None:
         page = sequence.pages[place]
         parent = sequence.pages[place - 1] if place else NO_PAGE
-        above = int(self.planes["fingerprints"][parent]) if place else 0
+        above = int(self.cells["fingerprints"][parent]) if place else 0
         key = sequence.keys[place] if place < len(sequence.keys) else mix(above, page + self.number)
-        if key in self.index or (place and not self.planes["flags"][parent] & pb.PAGE_FLAG_SEALED):
+        if key in self.index or (place and not self.cells["flags"][parent] & pb.PAGE_FLAG_SEALED):
             return  # a twin was sealed meanwhile
         self.index[key] = page
         self.ghosts.pop(key, None)
@@ -284,17 +294,17 @@ class DemoPool:
         self._event(pb.PAGE_EVENT_TYPE_SEALED, page, sequence, parent)
 
     def _release(self, page: int, sequence: DemoSequence) -> None:
-        self.planes["ref_counts"][page] -= 1
+        self.cells["ref_counts"][page] -= 1
         self.dirty.add(page)
         self._event(pb.PAGE_EVENT_TYPE_RELEASED, page, sequence)
-        if self.planes["ref_counts"][page]:
+        if self.cells["ref_counts"][page]:
             holders = [each for each in self.running if page in each.pages]
-            self.planes["owners"][page] = holders[0].owner if holders else 0
+            self.cells["owners"][page] = holders[0].owner if holders else 0
             return
-        self.planes["owners"][page] = 0
-        if self.planes["flags"][page] & pb.PAGE_FLAG_PINNED:
+        self.cells["owners"][page] = 0
+        if self.cells["flags"][page] & pb.PAGE_FLAG_PINNED:
             self._set(page, states=pb.PAGE_STATE_PINNED)
-        elif self.planes["flags"][page] & pb.PAGE_FLAG_SEALED:
+        elif self.cells["flags"][page] & pb.PAGE_FLAG_SEALED:
             self._set(page, states=pb.PAGE_STATE_CACHED)
             self.cached.add(page)
             self._note_leaf(page)
@@ -307,7 +317,7 @@ class DemoPool:
         if page is None:
             return False
         self.cached.remove(page)
-        key, parent = int(self.planes["fingerprints"][page]), int(self.planes["parent_page_ids"][page])
+        key, parent = int(self.cells["fingerprints"][page]), int(self.cells["parent_page_ids"][page])
         del self.index[key]
         self.ghosts[key] = None
         if parent != NO_PAGE:
@@ -320,12 +330,12 @@ class DemoPool:
 
     def _note_leaf(self, page: int) -> None:
         if page in self.cached and not self.children.get(page):
-            heapq.heappush(self._idle_leaves, (int(self.planes["used_ms"][page]), page))
+            heapq.heappush(self._idle_leaves, (int(self.cells["used_ms"][page]), page))
 
     def _next_victim(self) -> int | None:
         while self._idle_leaves:
             used_ms, page = heapq.heappop(self._idle_leaves)
-            is_same = page in self.cached and int(self.planes["used_ms"][page]) == used_ms
+            is_same = page in self.cached and int(self.cells["used_ms"][page]) == used_ms
             if is_same and not self.children.get(page):
                 return page
         return None
@@ -358,12 +368,14 @@ class DemoPool:
 
     def _set(self, page: int, **values: int) -> None:
         for name, value in values.items():
-            self.planes[name][page] = value
+            self.cells[name][page] = value
         self.dirty.add(page)
 
     def _event(self, kind: int, page: int, sequence: DemoSequence, other: int = NO_PAGE) -> None:
         self.number += 1
-        refs = int(self.planes["ref_counts"][page])
+        if not self.keeps_events:
+            return
+        refs = int(self.cells["ref_counts"][page])
         past = self.events.setdefault(page, deque(maxlen=EVENTS_PER_PAGE))
         past.append(
             DemoEvent(

@@ -34,8 +34,8 @@ from kvatlas.client.errors import InvalidRequest, NotFound
 from kvatlas.client.request import Options
 from kvatlas.v1 import cache_pb2 as pb
 
-WARM_UP_SECONDS = 90.0  # played before anybody looks
-ESTIMATE_SECONDS = 30.0
+WARM_UP_SECONDS = 60.0  # played before anybody looks
+ESTIMATE_SECONDS = 20.0
 POOL_SHARES = (0.5, 0.75, 1.0, 1.5, 2.0)
 FEATURES = frozenset({"prefix_cache", "pinning", "estimate_cache"})
 
@@ -193,7 +193,9 @@ class DemoSource:
             )
 
     def _played(self, page_count: int) -> Estimate:
-        pool = DemoPool(page_count, self.pool.page_size, self.pool.seed, load_of=self.pool.load_of)
+        pool = DemoPool(
+            page_count, self.pool.page_size, self.pool.seed, load_of=self.pool.load_of, keeps_events=False
+        )
         pool.run(ESTIMATE_SECONDS)
         names = ("hit", "miss_cold", "miss_evicted", "unaligned")
         tokens = {name: pool.totals[f"{name}_tokens_total"] for name in names}

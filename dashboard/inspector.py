@@ -1,14 +1,12 @@
 """The inspector: one page in words, its holders, its place in the prefix tree, its last events."""
 
-import time
-
 import pandas as pd
 import streamlit as st
 
 from dashboard import process
 from dashboard.facts import PageFacts
 from dashboard.live_pages import Follower
-from dashboard.view_parts import sequence_name
+from dashboard.view_parts import clock_text, sequence_name
 from kvatlas.client.errors import KvatlasError
 from kvatlas.client.page_map import SequencePages
 
@@ -81,7 +79,7 @@ def _events(facts: PageFacts) -> None:
         return
     rows = [
         {
-            "time": time.strftime("%H:%M:%S", time.gmtime(event.time_ms / 1000)),
+            "time": clock_text(event.time_ms),
             "event": event.kind,
             "sequence": f"#{event.owner}" if event.owner else "",
             "refs": event.ref_count,

@@ -189,13 +189,14 @@ class LiveMap:
 
     def _figures(self) -> tuple[int, ...]:
         stats, counts = self.page_map.stats, self.page_map.counts()
-        missed = stats.miss_cold_tokens_total + stats.miss_evicted_tokens_total + stats.unaligned_tokens_total
         totals = (
             stats.allocations_total,
             stats.evictions_total,
             stats.preemptions_total,
             stats.hit_tokens_total,
-            missed,
+            stats.miss_cold_tokens_total,
+            stats.miss_evicted_tokens_total,
+            stats.unaligned_tokens_total,
         )
         return tuple(number & 0xFFFFFFFF for number in (*counts.values(), *totals, *self._load))
 

@@ -95,7 +95,7 @@ class LiveRoutes:
 
     async def _serve_spectrogram(self, request: Request) -> Response:
         """Columns from number `since` on: u32 first, count, bands, pages; then f64 times [n],
-        u32 figures [n, 12], u8 cuts [n], u8 columns [n, 4, bands]; all of it deflated."""
+        u32 figures [n, 14], u8 cuts [n], u8 columns [n, 4, bands]; all of it deflated."""
         if not is_own_origin(request, self._allowed):
             return Response(status_code=403)
         follower = self._pages().follower(request.query_params.get("worker", ""))

@@ -18,9 +18,11 @@ share of the band (all x 255), and the age of the oldest ACTIVE page as 28 * log
 AGE_PER_OCTAVE = 28.0
 FIGURES = (
     "free", "active", "cached", "pinned", "reserved",
-    "allocated", "evicted", "preempted", "hit_tokens", "missed_tokens", "running", "waiting",
+    "allocated", "evicted", "preempted",
+    "hit_tokens", "miss_cold_tokens", "miss_evicted_tokens", "unaligned_tokens",
+    "running", "waiting",
 )  # fmt: skip
-"""Of one second: pages by state, then what happened in it."""
+"""Of one second: pages by state, counters of the epoch (modulo 2^32), and the worker's load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class Spectrogram:
         return self._columns[at], self._times[at], self._is_cut[at]
 
     def figures(self, since: int) -> tuple[NDArray[np.uint32], NDArray[np.float64]]:
-        """Figures of the same columns: [n, 12], times [n]."""
+        """Figures of the same columns: [n, 14], times [n]."""
         at = self._places(since)
         return self._figures[at], self._times[at]
 

@@ -3,7 +3,8 @@
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from datetime import UTC, datetime, tzinfo
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import streamlit as st
 from streamlit.runtime.scriptrunner import get_script_run_ctx
@@ -127,9 +128,18 @@ def grafana_link(dashboard: str = "pages") -> None:
         st.markdown(f"[Grafana]({url}/d/kvatlas-{dashboard})")
 
 
-def state_of(key: str, default: Any) -> Any:
-    """A value of this tab."""
-    return st.session_state.setdefault(key, default)
+def theme_kind() -> str:
+    """`dark` or `light`: the ground that the browser shows."""
+    return "dark" if st.context.theme.type == "dark" else "light"
+
+
+def clock_text(ms: float) -> str:
+    """A moment as a clock of the browser's time zone shows it."""
+    try:
+        zone: tzinfo = ZoneInfo(st.context.timezone or "UTC")
+    except (ZoneInfoNotFoundError, ValueError):
+        zone = UTC
+    return datetime.fromtimestamp(ms / 1000, zone).strftime("%H:%M:%S")
 
 
 def _explain_no_worker() -> None:

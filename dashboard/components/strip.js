@@ -5,7 +5,7 @@ import { element, fitCanvas, ratioOf } from "./dom.js";
 import { rgbOf } from "./colours.js";
 
 const SPAN = 600; // columns
-const FIGURES = 12; // of one second, as dashboard/spectrogram.py
+const FIGURES = 14; // of one second, as dashboard/spectrogram.py
 const POLL_MS = 1000;
 
 export class Strip {

@@ -1,1 +1,138 @@
-"""To be written."""
+"""Integrity: what the worker's audit says of its books, and what the copy here says of itself."""
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import streamlit as st
+
+from dashboard import process
+from dashboard.facts import CheckFacts, IntegrityFacts, ViolationFacts
+from dashboard.live_pages import Follower
+from dashboard.mirror_checks import check_mirror
+from dashboard.view_parts import choose_follower, clock_text, needs_map, period
+from kvatlas.client.errors import KvatlasError
+from kvatlas.client.page_map import PLANES
+
+ROW = 3  # tiles side by side
+
+
+def show() -> None:
+    """The view."""
+    follower = choose_follower()
+    if follower is None:
+        return
+    st.fragment(_live, run_every=period())(follower)
+    left, right = st.columns(2)
+    with left:
+        _full_check(follower)
+    with right:
+        _download(follower)
+
+
+def _live(follower: Follower) -> None:
+    period()
+    if not needs_map(follower):
+        return
+    st.subheader("The worker's audit", anchor=False)
+    try:
+        facts = process.live_pages().source.integrity(follower.worker_id)
+    except KvatlasError as failure:
+        st.caption(f"No audit: {failure}")
+    else:
+        _audit(facts, follower.live_map.clock_ms)
+    st.subheader("This copy", anchor=False)
+    with follower.live_map.locked() as page_map:
+        checks = check_mirror(page_map)
+    columns = st.columns(len(checks))
+    for column, check in zip(columns, checks, strict=True):
+        mark = ":green[✔]" if not check.num_faults else ":red[✘]"
+        column.markdown(f"{mark} **{check.name}**")
+        column.caption(check.words if not check.num_faults else f"{check.num_faults} pages: {check.pages}")
+    if follower.faults:
+        st.caption(
+            f"{follower.faults} messages of the feed did not fit and were answered with a new snapshot."
+        )
+
+
+def _audit(facts: IntegrityFacts, clock_ms: float) -> None:
+    for start in range(0, len(facts.checks), ROW):
+        for column, check in zip(st.columns(ROW), facts.checks[start : start + ROW], strict=False):
+            _tile(column, check, clock_ms)
+    words = (
+        f"{facts.sweep_count:,} times over every page · last round {facts.last_round_seconds * 1000:.2f} ms"
+    )
+    st.caption(f"{words} · {facts.violations_total:,} violations in all")
+    if facts.violations:
+        st.dataframe(violations_table(facts.violations), hide_index=True)
+
+
+def _tile(column: "st.delta_generator.DeltaGenerator", check: CheckFacts, clock_ms: float) -> None:
+    mark = ":green[✔]" if not check.fail_count else ":red[✘]"
+    if check.last_run_ms is None:
+        mark, ago = ":gray[…]", "not run yet"
+    else:
+        ago = f"{max(0.0, clock_ms - check.last_run_ms) / 1000:.0f} s ago"
+    column.markdown(f"{mark} **{check.name}** · {ago}")
+    column.caption(f"{check.pass_count:,} passes · {check.fail_count:,} fails")
+
+
+def violations_table(violations: Sequence[ViolationFacts]) -> pd.DataFrame:
+    """Both sides of each finding."""
+    return pd.DataFrame(
+        [
+            {
+                "check": each.check,
+                "subject": each.subject,
+                "expected": each.expected,
+                "found": each.found,
+                "page": each.page_id,
+                "row": each.row,
+                "time": clock_text(each.time_ms) if each.time_ms else "",
+            }
+            for each in violations
+        ]
+    )
+
+
+def _full_check(follower: Follower) -> None:
+    if not st.button("Run a full check", key="full_check", help="every page, every row; needs `admin`"):
+        return
+    try:
+        with st.spinner("checking every page between steps"):
+            run = process.live_pages().source.run_integrity_check(follower.worker_id)
+    except KvatlasError as failure:
+        st.error(str(failure))
+        return
+    stood = f"engine stood {run.engine_seconds * 1000:.1f} ms"
+    words = f"{run.checked_pages:,} pages, {run.checked_rows:,} rows, {stood}"
+    if run.violations_total:
+        st.error(f"{run.violations_total:,} violations · {words}")
+        st.dataframe(violations_table(run.violations), hide_index=True)
+    else:
+        st.success(f"Everything holds · {words}")
+
+
+def _download(follower: Follower) -> None:
+    if follower.live_map.is_whole and st.toggle("Prepare a snapshot", key="wants_snapshot"):
+        st.download_button(
+            "Download snapshot (.npz)",
+            snapshot_bytes(follower),
+            file_name=f"pages-{follower.worker_id}.npz",
+            mime="application/octet-stream",
+        )
+
+
+def snapshot_bytes(follower: Follower) -> bytes:
+    """All planes of one revision, for numpy.load."""
+    live = follower.live_map
+    with live.locked() as page_map:
+        planes = {name: page_map.planes[name].copy() for name in PLANES}
+        revision = np.array([page_map.revision.epoch, page_map.revision.number], np.uint64)
+    packed = io.BytesIO()
+    np.savez_compressed(packed, revision=revision, **planes)
+    return packed.getvalue()
+
+
+show()

@@ -1,0 +1,178 @@
+// The prefix tree as an icicle: width = pages, one row per run of pages without a branch. Ghosts are hatched.
+
+import { choice, element, fitCanvas, isDark, loadStyles, located, number, ratioOf, setText } from "./dom.js";
+import { mix, ramp, refsShare, ageShare, rgbOf } from "./colours.js";
+import { seconds } from "./planes.js";
+
+const ROW = 30, MIN_LABEL = 46;
+const MODES = ["last use", "hits", "refs"];
+
+export function mount(component) {
+  const root = component.parentElement;
+  root.kvatlas ??= new Icicle(root, located(component.data));
+  root.kvatlas.update(component);
+  return () => {
+    root.kvatlas?.close();
+    root.kvatlas = null;
+  };
+}
+
+// Nodes with `x`, `width` in 0..1 below `top`; children share their parent's width by their pages.
+export function place(nodes, top) {
+  const byId = new Map(nodes.map((node) => [node.id, node])), children = new Map();
+  for (const node of nodes) {
+    const key = byId.has(node.parent) ? node.parent : null;
+    if (!children.has(key)) children.set(key, []);
+    children.get(key).push(node);
+  }
+  const placed = [];
+  const lay = (list, x, width, depth) => {
+    const total = list.reduce((sum, node) => sum + node.weight, 0);
+    for (const node of list) {
+      const share = (width * node.weight) / total;
+      placed.push({ node, x, width: share, depth });
+      lay(children.get(node.id) ?? [], x, share, depth + 1);
+      x += share;
+    }
+  };
+  lay(top !== null && byId.has(top) ? [byId.get(top)] : children.get(null) ?? [], 0, 1, 0);
+  return placed;
+}
+
+class Icicle {
+  constructor(root, data) {
+    loadStyles(root, data.modules);
+    this.root = root;
+    this.mode = MODES[0];
+    this.top = null;
+    this.modes = choice("Colour", MODES, this.mode, (name) => { this.mode = name; this.modes.press(name); this.paint(); });
+    this.back = element("button", { type: "button", onclick: () => this.zoom(null) }, "whole tree");
+    this.words = element("span", { class: "muted" });
+    this.canvas = element("canvas", { class: "wide", tabindex: 0, role: "img" });
+    this.tip = element("div", { class: "tip", hidden: true });
+    this.node = element("div", { class: "kvatlas", style: "position: relative" },
+      element("div", { class: "controls" }, this.modes.group, this.back, this.words), this.canvas, this.tip);
+    root.append(this.node);
+    this.canvas.addEventListener("pointermove", (event) => this.hover(event));
+    this.canvas.addEventListener("pointerleave", () => { this.tip.hidden = true; });
+    this.canvas.addEventListener("click", (event) => this.click(event));
+    this.canvas.addEventListener("contextmenu", (event) => this.copy(event));
+    this.canvas.addEventListener("keydown", (event) => event.key === "Escape" && this.zoom(null));
+    this.resizes = new ResizeObserver(() => this.paint());
+    this.resizes.observe(this.node);
+  }
+
+  close() {
+    this.resizes.disconnect();
+    this.node.remove();
+  }
+
+  update({ data, setTriggerValue }) {
+    this.pick = (value) => setTriggerValue("picked", value);
+    this.data = data;
+    this.paint();
+  }
+
+  zoom(id) {
+    this.top = id;
+    this.paint();
+  }
+
+  paint() {
+    if (!this.data) return;
+    this.kind = isDark(this.root) ? "dark" : "light";
+    this.placed = place(this.data.nodes, this.top);
+    if (this.top !== null && !this.placed.length) this.top = null;
+    const depth = Math.max(1, ...this.placed.map(({ depth }) => depth + 1));
+    this.canvas.style.height = `${depth * ROW}px`;
+    fitCanvas(this.canvas);
+    this.canvas.setAttribute("aria-label", this.data.words);
+    setText(this.words, this.data.words);
+    this.back.hidden = this.top === null;
+    const context = this.canvas.getContext("2d");
+    context.clearRect(0, 0, this.canvas.width, this.canvas.height);
+    for (const each of this.placed) this.paintNode(context, each);
+    this.node.dataset.nodes = this.placed.length;
+  }
+
+  paintNode(context, { node, x, width, depth }) {
+    const ratio = ratioOf(), left = x * this.canvas.width, wide = Math.max(1, width * this.canvas.width - ratio);
+    const top = depth * ROW * ratio, tall = (ROW - 2) * ratio;
+    const rgb = this.colour(node);
+    context.fillStyle = `rgb(${rgb})`;
+    context.fillRect(left, top, wide, tall);
+    if (node.ghost) this.hatch(context, left, top, wide, tall);
+    if (node.pinned) {
+      context.fillStyle = this.data.palette.states.pinned[this.kind];
+      context.fillRect(left, top, wide, 3 * ratio);
+    }
+    if (wide < MIN_LABEL * ratio) return;
+    context.fillStyle = rgb[0] * 0.3 + rgb[1] * 0.59 + rgb[2] * 0.11 > 140 ? "#000" : "#fff";
+    context.font = `${12 * ratio}px sans-serif`;
+    context.textBaseline = "middle";
+    context.save();
+    context.beginPath();
+    context.rect(left, top, wide, tall);
+    context.clip();
+    context.fillText(node.label, left + 5 * ratio, top + tall / 2);
+    context.restore();
+  }
+
+  hatch(context, left, top, wide, tall) {
+    context.save();
+    context.beginPath();
+    context.rect(left, top, wide, tall);
+    context.clip();
+    context.strokeStyle = this.data.palette.ground.background[this.kind];
+    context.lineWidth = 2 * ratioOf();
+    context.beginPath();
+    for (let x = left - tall; x < left + wide; x += 8 * ratioOf()) {
+      context.moveTo(x, top + tall);
+      context.lineTo(x + tall, top);
+    }
+    context.stroke();
+    context.restore();
+  }
+
+  colour(node) {
+    const { palette } = this.data;
+    if (node.ghost) return rgbOf(palette.results.miss_evicted[this.kind]);
+    if (node.rest) return mix(rgbOf(palette.states.free[this.kind]), rgbOf(palette.ground.text[this.kind]), 0.2);
+    if (this.mode === "hits") return ramp(Math.log2(1 + node.hits) / 10);
+    if (this.mode === "refs") return node.refs ? ramp(refsShare(node.refs)) : rgbOf(palette.states.cached[this.kind]);
+    return ramp(1 - ageShare(node.idle_ms));
+  }
+
+  at(event) {
+    const x = event.offsetX / this.canvas.clientWidth, depth = Math.floor(event.offsetY / ROW);
+    return this.placed.find((each) => each.depth === depth && x >= each.x && x < each.x + each.width);
+  }
+
+  hover(event) {
+    const found = this.at(event);
+    this.tip.hidden = !found;
+    if (!found) return;
+    const { node } = found, lines = [`${number(node.pages)} pages`];
+    if (node.ghost) lines.push(`evicted ${seconds(node.idle_ms)} ago`, `computed again ${node.returns} times`);
+    else if (!node.rest) lines.push(`${number(node.hits)} hits · ${node.refs} refs`, `used ${seconds(node.idle_ms)} ago`, node.fingerprint);
+    setText(this.tip, lines.join("\n"));
+    const box = this.node.getBoundingClientRect();
+    this.tip.style.left = `${Math.min(event.clientX - box.left + 12, box.width - 200)}px`;
+    this.tip.style.top = `${event.clientY - box.top + 12}px`;
+  }
+
+  click(event) {
+    const found = this.at(event);
+    if (!found) return;
+    const isTop = found.node.id === this.top;
+    this.zoom(isTop ? null : found.node.id);
+    if (found.node.page !== null && found.node.page !== undefined) this.pick({ page: found.node.page });
+  }
+
+  copy(event) {
+    const found = this.at(event);
+    if (!found?.node.fingerprint) return;
+    event.preventDefault();
+    navigator.clipboard?.writeText(found.node.fingerprint);
+  }
+}

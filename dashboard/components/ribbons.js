@@ -1,0 +1,165 @@
+// One ribbon per sequence: its pages in token order. Cached, computed, and the part of the last page that is
+// filled; shared pages are marked. Labels stand beside, ordinary text.
+
+import { choice, element, fitCanvas, isDark, loadStyles, located, number, ratioOf, setText } from "./dom.js";
+import { mix, rgbOf } from "./colours.js";
+
+const CELL = 9, GAP = 1; // CSS pixels
+const SORTS = ["newest", "pages", "wait"];
+const SHOWN = ["running", "waiting", "preempted"];
+
+export function mount(component) {
+  const root = component.parentElement;
+  root.kvatlas ??= new Ribbons(root, located(component.data));
+  root.kvatlas.update(component);
+  return () => {
+    root.kvatlas?.close();
+    root.kvatlas = null;
+  };
+}
+
+class Ribbons {
+  constructor(root, data) {
+    loadStyles(root, data.modules);
+    this.root = root;
+    this.sort = "newest";
+    this.shown = new Set(SHOWN);
+    this.sorts = choice("Sort", SORTS, this.sort, (name) => { this.sort = name; this.sorts.press(name); this.paint(); });
+    const boxes = SHOWN.map((name) => {
+      const box = element("input", { type: "checkbox", onchange: () => { this.shown[box.checked ? "add" : "delete"](name); this.paint(); } });
+      box.checked = true;
+      return element("label", {}, box, name);
+    });
+    this.legend = element("div", { class: "legend" });
+    this.total = element("span", { class: "figures muted" });
+    this.list = element("div", { class: "ribbons", role: "list" });
+    this.tip = element("div", { class: "tip", hidden: true });
+    this.node = element("div", { class: "kvatlas", style: "position: relative" },
+      element("div", { class: "controls" }, this.sorts.group, element("div", { class: "choice" }, ...boxes)),
+      this.legend, this.list, this.tip);
+    root.append(this.node);
+    this.rows = new Map();
+    this.resizes = new ResizeObserver(() => this.paint());
+    this.resizes.observe(this.node);
+  }
+
+  close() {
+    this.resizes.disconnect();
+    this.node.remove();
+  }
+
+  update({ data, setTriggerValue }) {
+    this.pick = (value) => setTriggerValue("picked", value);
+    this.data = data;
+    this.paint();
+  }
+
+  sequences() {
+    const kindOf = (one) => (one.state === "preempted" ? "preempted" : one.owner ? "running" : "waiting");
+    const order = {
+      newest: (a, b) => b.receive_ms - a.receive_ms, pages: (a, b) => b.pages.length - a.pages.length,
+      wait: (a, b) => a.owner - b.owner || a.receive_ms - b.receive_ms,
+    }[this.sort];
+    return this.data.sequences.filter((one) => this.shown.has(kindOf(one))).sort(order);
+  }
+
+  paint() {
+    if (!this.data) return;
+    this.kind = isDark(this.root) ? "dark" : "light";
+    this.paintLegend();
+    const shown = this.sequences(), keep = new Set(shown.map((one) => one.key));
+    for (const [key, row] of this.rows) {
+      if (!keep.has(key)) {
+        row.node.remove();
+        this.rows.delete(key);
+      }
+    }
+    shown.forEach((one, at) => {
+      const row = this.rows.get(one.key) ?? this.addRow(one.key);
+      row.one = one;
+      if (this.list.children[at] !== row.node) this.list.insertBefore(row.node, this.list.children[at] ?? null);
+      this.paintRow(row);
+    });
+    this.node.dataset.rows = shown.length;
+    setText(this.total, this.data.total);
+  }
+
+  paintLegend() {
+    if (this.legendKind === this.kind) return;
+    this.legendKind = this.kind;
+    const swatch = (colour, text, extra = "") => element("span", {}, element("i", { class: `swatch ${extra}`, style: `background: ${colour}` }), text);
+    const { states } = this.data.palette;
+    this.legend.replaceChildren(
+      swatch(states.cached[this.kind], "from the cache"), swatch(states.active[this.kind], "computed"),
+      swatch(`rgb(${this.shade()})`, "room in the last page"), element("span", {}, "dot: shared with another"), this.total);
+  }
+
+  shade() {
+    const { states } = this.data.palette;
+    return mix(rgbOf(states.active[this.kind]), rgbOf(states.free[this.kind]), 0.72);
+  }
+
+  addRow(key) {
+    const canvas = element("canvas", { class: "wide" }), label = element("button", { type: "button", class: "name" });
+    const words = element("span", { class: "muted words" });
+    const row = { canvas, label, words, node: element("div", { class: "ribbon", role: "listitem", "data-key": key }, label, canvas, words) };
+    label.addEventListener("click", () => this.pick({ request: row.one.request_id, owner: row.one.owner }));
+    canvas.addEventListener("click", (event) => {
+      const page = this.pageAt(row, event);
+      if (page !== undefined) this.pick({ page });
+    });
+    canvas.addEventListener("pointermove", (event) => this.hover(row, event));
+    canvas.addEventListener("pointerleave", () => { this.tip.hidden = true; });
+    this.rows.set(key, row);
+    return row;
+  }
+
+  paintRow(row) {
+    const { one, canvas } = row;
+    setText(row.label, one.name);
+    setText(row.words, one.words);
+    const columns = Math.max(1, Math.floor((canvas.clientWidth || 300) / (CELL + GAP)));
+    row.columns = columns;
+    const lines = Math.max(1, Math.ceil(one.pages.length / columns));
+    canvas.style.height = `${lines * (CELL + GAP + 2)}px`;
+    fitCanvas(canvas);
+    const context = canvas.getContext("2d"), ratio = ratioOf(), { states } = this.data.palette;
+    context.clearRect(0, 0, canvas.width, canvas.height);
+    one.pages.forEach((page, at) => {
+      const x = (at % columns) * (CELL + GAP) * ratio, y = Math.floor(at / columns) * (CELL + GAP + 2) * ratio, size = CELL * ratio;
+      const isLast = at === one.pages.length - 1;
+      context.fillStyle = at < one.cached ? states.cached[this.kind] : states.active[this.kind];
+      context.fillRect(x, y, size, size);
+      if (isLast && one.tail < 1) {
+        context.fillStyle = `rgb(${this.shade()})`;
+        context.fillRect(x + size * one.tail, y, size * (1 - one.tail), size);
+      }
+      if (one.shared.includes(at)) {
+        context.fillStyle = at < one.cached && this.kind === "dark" ? "#000" : "#fff";
+        context.fillRect(x + size * 0.35, y + size * 0.35, size * 0.3, size * 0.3);
+      }
+    });
+  }
+
+  placeAt(row, event) {
+    const column = Math.floor(event.offsetX / (CELL + GAP)), line = Math.floor(event.offsetY / (CELL + GAP + 2));
+    return column < row.columns ? line * row.columns + column : -1;
+  }
+
+  pageAt(row, event) {
+    return row.one.pages[this.placeAt(row, event)];
+  }
+
+  hover(row, event) {
+    const place = this.placeAt(row, event), page = row.one.pages[place];
+    this.tip.hidden = page === undefined;
+    if (page === undefined) return;
+    const how = place < row.one.cached ? "from the cache" : "computed";
+    const size = this.data.page_size;
+    setText(this.tip, `page ${page} · ${how}\ntokens ${number(place * size)} … ${number(place * size + size - 1)}`);
+    const box = this.node.getBoundingClientRect();
+    this.tip.style.left = `${Math.min(event.clientX - box.left + 12, box.width - 180)}px`;
+    this.tip.style.top = `${event.clientY - box.top + 12}px`;
+  }
+}
+
