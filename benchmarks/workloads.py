@@ -5,7 +5,9 @@ tokens each. b1, b8, b64 are so many prompts of 512 ids with 256 output tokens e
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from kvatlas.models.shapes import SHAPES
 
 LOWEST_ID, HIGHEST_ID = 3, 10_000
 TEMPERATURE = 0.6  # of every workload; EOS is ignored
@@ -23,6 +25,13 @@ class Workload:
     def prompt_tokens(self) -> int:
         """Of all prompts."""
         return sum(map(len, self.prompts))
+
+    def within(self, id_limit: int) -> "Workload":
+        """The same with ids below the limit: for models with a small vocabulary."""
+        if id_limit > HIGHEST_ID:
+            return self
+        span = id_limit - LOWEST_ID
+        return replace(self, prompts=[[LOWEST_ID + n % span for n in prompt] for prompt in self.prompts])
 
 
 def published(num_sequences: int, limit: int = 1024) -> Workload:
@@ -52,3 +61,11 @@ def named(name: str) -> Workload:
     if name.startswith("b"):
         return fixed(int(name.removeprefix("b")))
     raise ValueError(f"no workload is called {name!r}")
+
+
+def id_limit(model: str) -> int:
+    """Ids that a model is sure to know are below this."""
+    shape = SHAPES.get(model.removeprefix("random:"), {})
+    size = shape.get("vocab_size", HIGHEST_ID + 1)
+    assert isinstance(size, int), f"vocabulary of {model}"
+    return min(size, HIGHEST_ID + 1)

@@ -1,0 +1,78 @@
+"""A client process of benchmarks/serving.py: opens streams at their times and notes when tokens come.
+
+Reads one job a line from its input, answers each with one line; ends with its input. Times are nanoseconds
+of CLOCK_MONOTONIC, which all processes of a machine share.
+
+    job     {"addresses": [...], "start": seconds, "requests": [{"at": s, "prompt": [ids], "tokens": n}, ...]}
+    answer  [{"sent": ns, "times": [ns of each message], "counts": [tokens of each message]}, ...]
+"""
+
+import asyncio
+import gc
+import json
+import sys
+import time
+from contextlib import AsyncExitStack
+from typing import Any
+
+import grpc
+import uvloop
+
+from benchmarks.workloads import TEMPERATURE
+from kvatlas.v1 import generation_pb2 as pb
+from kvatlas.v1 import generation_pb2_grpc
+
+STREAMS_PER_CHANNEL = 32
+CALL_SECONDS = 600.0
+
+
+async def run(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Sends all requests of a job, each at its time; answers in their order."""
+    requests = job["requests"]
+    async with AsyncExitStack() as stack:
+        stubs = []
+        for number in range(max(len(job["addresses"]), -(-len(requests) // STREAMS_PER_CHANNEL))):
+            address = job["addresses"][number % len(job["addresses"])]
+            channel = grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+            await stack.enter_async_context(channel)
+            await channel.channel_ready()
+            stubs.append(generation_pb2_grpc.GenerationServiceStub(channel))
+        calls = [
+            _stream(stubs[number % len(stubs)], request, job["start"])
+            for number, request in enumerate(requests)
+        ]
+        return await asyncio.gather(*calls)
+
+
+async def _stream(stub: Any, request: dict[str, Any], start: float) -> dict[str, Any]:
+    message = pb.StreamGenerateRequest()
+    message.spec.token_ids.ids.extend(request["prompt"])
+    message.spec.sampling.temperature = TEMPERATURE
+    message.spec.sampling.seed = request["seed"]
+    message.spec.stop.max_tokens = request["tokens"]
+    message.spec.stop.ignore_eos = True
+    await asyncio.sleep(max(0.0, start + request["at"] - time.monotonic()))
+    times: list[int] = []
+    counts: list[int] = []
+    sent = time.monotonic_ns()
+    call = stub.StreamGenerate(message, timeout=CALL_SECONDS)
+    while (answer := await call.read()) is not grpc.aio.EOF:
+        if answer.HasField("delta"):
+            times.append(time.monotonic_ns())
+            counts.append(answer.delta.token_count)
+    assert sum(counts) == request["tokens"], f"{sum(counts)} tokens instead of {request['tokens']}"
+    return {"sent": sent, "times": times, "counts": counts}
+
+
+def main() -> None:
+    """Serves jobs until the input ends."""
+    gc.disable()  # a client's pause would count as the server's
+    for line in sys.stdin:
+        answers = uvloop.run(run(json.loads(line)))
+        sys.stdout.write(json.dumps(answers) + "\n")
+        sys.stdout.flush()
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()

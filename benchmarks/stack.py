@@ -1,0 +1,103 @@
+"""One worker and some services as processes of their own, for benchmarks of the served path.
+
+Owns the processes, their sockets' folder and their ports. The services share the worker; clients are spread
+over the services' addresses.
+"""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from kvatlas.v1 import server_pb2, server_pb2_grpc
+
+END_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A running stack."""
+
+    addresses: list[str]  # gRPC, one per service
+    service_pids: list[int]
+    worker_pid: int
+    ready_seconds: float  # from the start of the processes to the first service that says SERVING
+
+
+class StackDied(Exception):
+    """A process ended, or nothing was ready in time; the text is for the user."""
+
+
+@contextlib.contextmanager
+def run_stack(
+    model: str, worker_settings: Mapping[str, object], *, services: int = 1, ready_seconds: float = 120.0
+) -> Iterator[Stack]:
+    """Starts, waits until every service has a warm worker, and ends all of it. Raises StackDied."""
+    with tempfile.TemporaryDirectory(prefix="kvatlas-bench-") as name, contextlib.ExitStack() as stack:
+        folder, began = Path(name), time.monotonic()
+        engine = f"ipc://{folder}/engine"
+        flags: dict[str, object] = {
+            "model": model,
+            "engine-address": engine,
+            "pages-address": f"ipc://{folder}/pages",
+            "metrics-port": -1,
+            "log-level": "warning",
+            **worker_settings,
+        }
+        worker = stack.enter_context(_process("worker", flags))
+        addresses, processes = [], [worker]
+        for _ in range(services):
+            addresses.append(f"127.0.0.1:{_free_port()}")
+            flags = {"address": addresses[-1], "workers": engine, "model": model, "metrics-address": ""}
+            flags |= {"log-level": "warning", "no-access-log": None}
+            processes.append(stack.enter_context(_process("service", flags)))
+        for address in addresses:
+            _wait_until_serving(address, processes, began + ready_seconds)
+        pids = [process.pid for process in processes[1:]]
+        yield Stack(addresses, pids, worker.pid, time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def _process(module: str, flags: Mapping[str, object]) -> Iterator["subprocess.Popen[bytes]"]:
+    command = [sys.executable, "-m", module]
+    for name, value in flags.items():
+        command += [f"--{name}"] if value is None else [f"--{name}", str(value)]
+    process = subprocess.Popen(command)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_serving(address: str, processes: "list[subprocess.Popen[bytes]]", deadline: float) -> None:
+    with grpc.insecure_channel(address) as channel:
+        stub = server_pb2_grpc.ServerServiceStub(channel)
+        while True:
+            with contextlib.suppress(grpc.RpcError):
+                info = stub.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=2)
+                if any(worker.state == server_pb2.SERVER_STATE_SERVING for worker in info.workers):
+                    return
+            if any(process.poll() is not None for process in processes):
+                raise StackDied("a process of the stack ended before it was ready")
+            if time.monotonic() > deadline:
+                raise StackDied(f"{address} has no warm worker")
+            time.sleep(0.02)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
