@@ -83,11 +83,11 @@ class DecodeGraphs:
             self._capture(size, with_filters=False)
 
     def run_bodies(self) -> None:
-        """What `capture_first` records, eagerly, with and without filters: for compiling it beforehand."""
-        for size in first_sizes(self.sizes):
+        """What `capture_first` records, and a draw with filters, eagerly: for compiling it beforehand."""
+        sizes = first_sizes(self.sizes)
+        for size, with_filters in [(sizes[0], True), *((size, False) for size in sizes)]:
             self.prepare([], [], size)
-            for with_filters in (False, True):
-                self.body(size, with_filters)
+            self.body(size, with_filters)
 
     def capture_wanted(self) -> None:
         """Captures the size that the last step lacked, if it lacked any: a few milliseconds of the host."""

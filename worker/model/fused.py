@@ -5,7 +5,8 @@ kernels where these are faster, with norm, residual and activation folded in; al
 library with fused kernels between them, which ask for the next weight while they run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class FusedModel:
         self.config = model.config
         self.embedding = _dense(model.embedding)
         self._layers = model.layers
+        self._depth = len(model.layers)
         self._norm = model.norm
         self._head = model.head
         table = model.rotary
@@ -45,7 +47,7 @@ class FusedModel:
         residual [T, hidden]: embedding rows, overwritten; positions, slots int32 [T].
         """
         pending: Tensor | None = None  # the last product, not yet added to the residual
-        for layer, layer_kv in zip(self._layers, kv, strict=True):
+        for layer, layer_kv in zip(self._layers[: self._depth], kv[: self._depth], strict=True):
             qkv = self._normed_product(pending, residual, layer.attention_norm, layer.qkv)
             attended = self._attend(layer, qkv, positions, slots, layer_kv, attend)
             pending = self._added(attended, layer.output, residual)
@@ -54,6 +56,15 @@ class FusedModel:
         if pending is not None:
             residual += pending
         return residual
+
+    @contextmanager
+    def shallow(self) -> Iterator[None]:
+        """Within, `forward` goes through two layers: enough to meet every kernel."""
+        self._depth = min(2, len(self._layers))
+        try:
+            yield
+        finally:
+            self._depth = len(self._layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Last norm and head: [n, vocab_size], dtype of the weights. hidden is of `forward`."""
