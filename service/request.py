@@ -210,6 +210,7 @@ class KvBill:
     evictions_caused: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    saved_tokens: int = 0
 
     def plus(self, other: "KvBill") -> "KvBill":
         """Both together. Runs follow each other, so the peak is the larger one."""
@@ -223,6 +224,7 @@ class KvBill:
             self.evictions_caused + other.evictions_caused,
             self.preemptions + other.preemptions,
             self.recomputed_tokens + other.recomputed_tokens,
+            self.saved_tokens + other.saved_tokens,
         )
 
 

@@ -96,6 +96,7 @@ class Watch:
             rows_used=counts.running_sequences,
             idle_seconds=self._idle_seconds,
             steps=self._steps,
+            bills=changes.bills,
             audits=self._rounds,
             snapshot=self._scheduler.snapshot() if wants_snapshot else None,
         )

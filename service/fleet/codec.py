@@ -317,6 +317,7 @@ def _bill(bill: Any) -> KvBill:
         bill.evictions_caused,
         bill.preemptions,
         bill.recomputed_tokens,
+        bill.saved_tokens,
     )
 
 

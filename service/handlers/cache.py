@@ -220,7 +220,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     # -- inside --------------------------------------------------------------------------------------
 
-    async def _ask(self, worker_id: str, command: worker_pb2.Command, timeout: float) -> Any:
+    async def _ask(
+        self, worker_id: str, command: worker_pb2.Command, timeout: float
+    ) -> worker_pb2.CommandReply:
         """The one reply of a worker to a command. Raises Failure."""
         kept = self._kept(worker_id)
         try:

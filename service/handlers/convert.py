@@ -170,6 +170,7 @@ def to_bill(bill: KvBill) -> pb.KvBill:
         evictions_caused=bill.evictions_caused,
         preemptions=bill.preemptions,
         recomputed_tokens=bill.recomputed_tokens,
+        saved_tokens=bill.saved_tokens,
     )
 
 

@@ -223,6 +223,9 @@ def _end(end: SequenceEnd) -> worker_pb2.SequenceEnd:
 
 def _bill(bill: BillCounters) -> generation_pb2.KvBill:
     return generation_pb2.KvBill(
+        page_seconds=bill.page_seconds,
+        shared_page_seconds_saved=bill.shared_page_seconds_saved,
+        saved_tokens=bill.saved_tokens,
         peak_pages=bill.peak_pages,
         reused_pages=bill.reused_pages,
         copied_pages=bill.copied_pages,

@@ -73,6 +73,7 @@ class PageCache:
         self.events.step = step
         self.events.time_us = time_us
         self.pool.now_ms = (time_us // 1000) & 0xFFFFFFFF
+        self.pool.sharing.now = time_us / 1e6
 
     @property
     def index(self) -> PrefixIndex:

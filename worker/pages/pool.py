@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 from worker.ids import NO_PAGE
 from worker.pages.events import HIT_TAG, EventRing, PageEventKind, PageFlag, PageState
+from worker.pages.sharing import SharedTime
 from worker.pages.snapshot import Planes
 from worker.pages.violation import Violation
 
@@ -57,6 +58,7 @@ class PagePool:
         self._counts = [0, num_pages, 0, 0, 0, 1]  # by state
         self._num_references = 0
         self._num_shared = 0
+        self.sharing = SharedTime(self._refs)
 
     # What it is now, each in O(1).
     @property
@@ -182,6 +184,7 @@ class PagePool:
         tag = HIT_TAG if is_hit else 0
         if active:
             self._change(PageEventKind.SHARED, active, self._same(owner, active), delta=1, tag=tag)
+            self.sharing.gained(active)
         if revived:
             owners = self._same(owner, revived)
             self._change(PageEventKind.REVIVED, revived, owners, delta=1, state=ACTIVE, tag=tag)
@@ -203,8 +206,9 @@ class PagePool:
         """
         if not pages:
             return []
-        pages = pages[::-1]
+        in_token_order, pages = pages, pages[::-1]
         self._change(PageEventKind.RELEASED, pages, self._same(owner, pages), delta=-1)
+        self.sharing.lost(in_token_order)
         refs, flags, used, now = self._refs, self._flags, self._used, self.now_ms
         for page in pages:
             used[page] = now

@@ -200,6 +200,7 @@ class Admission:
         sequence.num_sealed = len(lookup.pages)
         sequence.num_computed = sequence.num_launched = len(lookup.pages) * books.config.page_size
         sequence.request.reused_pages += len(lookup.pages)
+        sequence.request.saved_tokens += sequence.num_computed
 
     def _count_prefix(self, sequence: Sequence, lookup: Lookup) -> PrefixCounts | None:
         """How the prompt fared; the four numbers add up to it."""

@@ -46,6 +46,7 @@ class Totals:
     preemptions: int = 0
     preempted_tokens: int = 0
     allocation_failures: int = 0  # decisions: somebody has to wait or to stop for want of pages
+    unbilled_page_seconds: float = 0.0  # of pages that outlived their use until a step in flight was over
 
 
 @dataclass(slots=True)
@@ -56,6 +57,8 @@ class Held:
     pages: list[int]
     owner: Owner
     sequence: Sequence | None  # ended: its row goes back, too
+    since: float  # when they were taken off a bill, seconds of the page events' clock
+    saved: float  # sum of S over the pages then; see pages/sharing.py
 
 
 class Books:
@@ -88,6 +91,7 @@ class Books:
         self.changed: dict[Sequence, int] = {}
         self.ended_owners: list[Owner] = []
         self.ended_ids: list[SequenceId] = []
+        self.bills: list[float] = []  # page-seconds of requests that ended
 
     def set_clock(self, step: int, now: float) -> None:
         """Page events from here on carry this step and time."""
@@ -126,7 +130,19 @@ class Books:
         self.cache.acquire(pages, sequence.owner, is_hit)
         self.mark(sequence, len(sequence.pages))
         sequence.pages.extend(pages)
-        sequence.request.took(pages)
+        self.charge(sequence.request, pages)
+
+    def charge(self, request: Request, pages: list[int]) -> None:
+        """The request refers to pages that others may hold, too."""
+        sharing = self.cache.pool.sharing
+        request.took(pages)
+        request.account.took(len(pages), sharing.now, sharing.saved(pages))
+
+    def discharge(self, request: Request, pages: list[int]) -> None:
+        """The request refers to these pages no longer; called before they are released."""
+        sharing = self.cache.pool.sharing
+        request.gave(pages)
+        request.account.gave(len(pages), sharing.now, sharing.saved(pages))
 
     def _unseat(self, sequence: Sequence) -> None:
         """Row, owner number and pages go back: now, or when the last step that contains it is over."""
@@ -135,11 +151,12 @@ class Books:
         request.num_with_row -= 1
         if not request.num_with_row:
             self.num_running_requests -= 1
-        request.gave(sequence.held_pages)
+        pages = sequence.held_pages
+        self.discharge(request, pages)
         del self.by_owner[sequence.owner]
         if self.is_observed:
             self.ended_owners.append(sequence.owner)
-        held = Held(last_step, sequence.held_pages, sequence.owner, sequence)
+        held = self._held(last_step, pages, sequence.owner, sequence)
         if self.in_flight and last_step >= self.in_flight[0].step.number:
             self.held.append(held)
         else:
@@ -147,9 +164,17 @@ class Books:
 
     def hold_until_committed(self, page: int, owner: Owner, step: int) -> None:
         """Keeps one reference until ``step`` is over: something in it still reads the page."""
-        self.held.append(Held(step, [page], owner, None))
+        self.held.append(self._held(step, [page], owner, None))
+
+    def _held(self, step: int, pages: list[int], owner: Owner, sequence: Sequence | None) -> Held:
+        sharing = self.cache.pool.sharing
+        return Held(step, pages, owner, sequence, sharing.now, sharing.saved(pages))
 
     def _give_back(self, held: Held) -> None:
+        sharing = self.cache.pool.sharing
+        if sharing.now > held.since:
+            saved = sharing.saved(held.pages) - held.saved
+            self.totals.unbilled_page_seconds += len(held.pages) * (sharing.now - held.since) - saved
         self.cache.release(held.pages, held.owner)
         if held.sequence is not None:
             self.rows.give_back(held.sequence.row, held.owner)
@@ -265,9 +290,14 @@ class Books:
             request.leader = heir
             self.queue.add(heir)
 
-    @staticmethod
-    def _bill(request: Request) -> BillCounters:
+    def _bill(self, request: Request) -> BillCounters:
+        page_seconds, saved = request.account.bill(self.cache.pool.sharing.now)
+        if self.is_observed:
+            self.bills.append(page_seconds)
         return BillCounters(
+            page_seconds=page_seconds,
+            shared_page_seconds_saved=saved,
+            saved_tokens=request.saved_tokens,
             peak_pages=request.peak_pages,
             reused_pages=request.reused_pages,
             copied_pages=request.copied_pages,

@@ -191,13 +191,14 @@ class Committer:
             sample.place = Place.PREFILL
             sample.looked_up = True
             books.take_pages(sample, leader.pages[:num_shared], is_hit=False)
+            request.saved_tokens += last
             sample.num_sealed = min(leader.num_sealed, num_shared)
             sample.can_seal = leader.can_seal
             sample.num_computed = sample.num_launched = last
             if last % books.config.page_size:
                 source = leader.pages[num_shared]
                 books.cache.acquire([source], sample.owner, is_hit=False)
-                request.took([source])
+                books.charge(request, [source])
                 sample.copy_source = source
 
     def _first_token(self, sequence: Sequence, token_id: int, result: StepResult, at: int) -> None:
@@ -243,9 +244,8 @@ class Committer:
         sequence.pages[index] = page
         books.repointed.append((sequence, index))
         books.mark(sequence, index)
-        sequence.request.took([page])
-        if sequence.request.page_counts is not None:
-            sequence.request.gave([ours])
+        books.charge(sequence.request, [page])
+        books.discharge(sequence.request, [ours])
         if books.in_flight:
             books.hold_until_committed(ours, sequence.owner, books.in_flight[-1].step.number)
         else:

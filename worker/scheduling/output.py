@@ -61,8 +61,11 @@ class SequenceStart:
 
 @dataclass(frozen=True, slots=True)
 class BillCounters:
-    """Counted part of a request's KV bill, over all its sequences."""
+    """A request's KV bill, over all its sequences; see KvBill in generation.proto."""
 
+    page_seconds: float = 0.0
+    shared_page_seconds_saved: float = 0.0
+    saved_tokens: int = 0
     peak_pages: int = 0
     reused_pages: int = 0
     copied_pages: int = 0

@@ -62,10 +62,12 @@ class Planner:
         sequence = next((s for s in books.prefills if s.copy_source is not None), None)
         assert sequence is not None, f"{books.batch.at_edge()}, {books.prefills} cannot run alone"
         assert sequence.copy_source is not None
+        books.discharge(sequence.request, [sequence.copy_source])
         books.cache.release([sequence.copy_source], sequence.owner)
-        sequence.request.gave([sequence.copy_source])
         sequence.copy_source = None
-        sequence.num_launched = sequence.num_computed = len(sequence.pages) * books.config.page_size
+        num_computed = len(sequence.pages) * books.config.page_size
+        sequence.request.saved_tokens -= sequence.num_computed - num_computed
+        sequence.num_launched = sequence.num_computed = num_computed
 
     def _num_short(self) -> int:
         books = self._books

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from enum import IntEnum
 
 from worker.ids import Owner, Row, SequenceId
+from worker.scheduling.account import Account
 from worker.scheduling.output import PrefixCounts
 from worker.scheduling.request import RequestSpec
 from worker.scheduling.step import TokenLogprob
@@ -39,6 +40,7 @@ class Request:
     """What the samples of one RequestSpec have in common."""
 
     __slots__ = (
+        "account",
         "admit_time",
         "arrival",
         "copied_pages",
@@ -55,6 +57,7 @@ class Request:
         "recomputed_tokens",
         "reused_pages",
         "samples",
+        "saved_tokens",
         "spec",
         "tail_waste_slots",
         "uncached_tokens",
@@ -72,10 +75,13 @@ class Request:
         self.uncached_tokens = 0  # while it waits
         self.prompt_logprobs: list[TokenLogprob | None] = []
         self.prompt_logprobs_sent = False
-        # The bill. Pages are counted by page only where samples share them.
+        # The bill.
+        self.account = Account()
+        # Pages are counted by page only where samples share them.
         self.page_counts: dict[int, int] | None = {} if spec.sample_count > 1 else None
         self.peak_pages = 0
         self.reused_pages = 0
+        self.saved_tokens = 0
         self.copied_pages = 0
         self.tail_waste_slots = 0
         self.evictions_caused = 0

@@ -88,13 +88,14 @@ class StepBuilder:
         self._write_exchanged(writes)
         self._extend_batch(plan.at_edge, pages, writes)
         copies = []
-        at = len(plan.at_edge)
+        at, now = len(plan.at_edge), books.cache.pool.sharing.now
         for sequence, count in plan.takers:
             taken = pages[at : at + count]
             at += count
             books.mark(sequence, len(sequence.pages))
             sequence.pages.extend(taken)
             sequence.request.took(taken)
+            sequence.request.account.took(count, now)
             if sequence.copy_source is not None:
                 copies.append(self._copy(sequence, sequence.copy_source, taken[0]))
         assert at == len(pages), f"{len(pages)} pages allocated, {at} handed out"
@@ -111,7 +112,9 @@ class StepBuilder:
 
     def _extend_batch(self, at_edge: list[Sequence], pages: list[int], writes: TableWrites) -> None:
         """One page for each; the hot path of a step without prompts."""
+        now = self._books.cache.pool.sharing.now
         for sequence, page in zip(at_edge, pages, strict=False):
+            sequence.request.account.took(1, now)
             index = len(sequence.pages)
             sequence.pages.append(page)
             sequence.num_written = index + 1
@@ -128,7 +131,7 @@ class StepBuilder:
         sequence.copy_source = None
         books.cache.pool.copied(target, source, sequence.owner)
         sequence.request.copied_pages += 1
-        sequence.request.gave([source])
+        books.discharge(sequence.request, [source])
         books.hold_until_committed(source, sequence.owner, books.step_number)
         return PageCopy(PageId(source), PageId(target))
 

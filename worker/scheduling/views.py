@@ -21,6 +21,7 @@ class Changes:
     ended_owners: "array[int]"  # 'H': gave their owner number back (ended, or preempted)
     ended_ids: tuple[SequenceId, ...]  # ended for good, those that only waited included
     views: tuple[SequenceView, ...]  # new, or pages or state changed; pages from first_page_index on
+    bills: tuple[float, ...]  # page-seconds of each request that ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,8 @@ def take_changes(books: Books) -> Changes:
     owners, books.ended_owners = books.ended_owners, []
     ids, books.ended_ids = books.ended_ids, []
     views = [view(books, sequence, first) for sequence, first in changed.items()]
-    return Changes(array("H", owners), tuple(ids), tuple(views))
+    bills, books.bills = books.bills, []
+    return Changes(array("H", owners), tuple(ids), tuple(views), tuple(bills))
 
 
 def progress(books: Books) -> Progress:

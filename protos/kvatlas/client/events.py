@@ -54,6 +54,7 @@ class KvBill:
     evictions_caused: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    saved_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

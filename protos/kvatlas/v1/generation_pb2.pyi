@@ -404,7 +404,7 @@ class PrefixLookup(_message.Message):
     def __init__(self, hit_tokens: _Optional[int] = ..., miss_cold_tokens: _Optional[int] = ..., miss_evicted_tokens: _Optional[int] = ..., unaligned_tokens: _Optional[int] = ...) -> None: ...
 
 class KvBill(_message.Message):
-    __slots__ = ("page_seconds", "shared_page_seconds_saved", "peak_pages", "reused_pages", "copied_pages", "tail_waste_slots", "evictions_caused", "preemptions", "recomputed_tokens")
+    __slots__ = ("page_seconds", "shared_page_seconds_saved", "peak_pages", "reused_pages", "copied_pages", "tail_waste_slots", "evictions_caused", "preemptions", "recomputed_tokens", "saved_tokens")
     PAGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SHARED_PAGE_SECONDS_SAVED_FIELD_NUMBER: _ClassVar[int]
     PEAK_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -414,6 +414,7 @@ class KvBill(_message.Message):
     EVICTIONS_CAUSED_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     page_seconds: float
     shared_page_seconds_saved: float
     peak_pages: int
@@ -423,7 +424,8 @@ class KvBill(_message.Message):
     evictions_caused: int
     preemptions: int
     recomputed_tokens: int
-    def __init__(self, page_seconds: _Optional[float] = ..., shared_page_seconds_saved: _Optional[float] = ..., peak_pages: _Optional[int] = ..., reused_pages: _Optional[int] = ..., copied_pages: _Optional[int] = ..., tail_waste_slots: _Optional[int] = ..., evictions_caused: _Optional[int] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
+    saved_tokens: int
+    def __init__(self, page_seconds: _Optional[float] = ..., shared_page_seconds_saved: _Optional[float] = ..., peak_pages: _Optional[int] = ..., reused_pages: _Optional[int] = ..., copied_pages: _Optional[int] = ..., tail_waste_slots: _Optional[int] = ..., evictions_caused: _Optional[int] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., saved_tokens: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
     __slots__ = ("receive_time", "queue_time", "prefill_time", "time_to_first_token", "decode_time")
