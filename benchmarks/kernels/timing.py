@@ -1,4 +1,4 @@
-"""How kernels are timed: calls in a CUDA graph, in turn over copies of their data that the L2 cache cannot hold.
+"""How kernels are timed: calls in a CUDA graph, in turn over copies of their data that no L2 cache holds.
 
 In the engine every layer has pages of its own, so what attention reads is never in the cache.
 """
