@@ -16,6 +16,7 @@ from kernels.reference import ReferenceBackend
 from kernels.triton_backend import TritonBackend
 from worker.execution.cuda_runner import CudaRunner
 from worker.execution.torch_runner import RunnerConfig, TorchRunner
+from worker.execution.warm_steps import warm_steps
 from worker.ids import SequenceId
 from worker.model.toy import toy_config, toy_model
 from worker.pages.page_cache import CacheConfig
@@ -99,3 +100,21 @@ def test_a_small_batch_leaves_nothing_of_a_larger_one_in_the_buffers():
     rows, kv_lens = graphs.columns(4)
     assert rows.tolist() == [2, MAX_RUNNING, MAX_RUNNING, MAX_RUNNING]
     assert kv_lens.tolist() == [5, 1, 1, 1]
+
+
+def test_warm_steps_touch_the_dummy_row_and_the_dummy_page_alone():
+    """S1-31: what runs before the first request leaves every page and every other row as it was."""
+    backend = TritonBackend(CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CONTEXT)
+    runner = CudaRunner(MODEL, backend, config(), CPU)
+    pages = runner.kv_pool.buffer[:, :, :NUM_PAGES].clone()
+    width = runner.page_table.slots.shape[1]
+    steps = warm_steps(
+        max_step_tokens=16, max_running=MAX_RUNNING, row_width=width, dummy_row=runner.page_table.dummy_row
+    )
+    assert {step.num_decode > 0 for step in steps} == {False, True}
+    with torch.inference_mode():
+        for step in steps[-1:]:
+            runner._run_dummies(step)
+    assert torch.equal(runner.kv_pool.buffer[:, :, :NUM_PAGES].isnan(), pages.isnan())
+    assert runner.token_pool.ids[:MAX_RUNNING].count_nonzero() == 0
+    assert runner.kv_pool.damaged_dummy_slots() == [0]

@@ -18,7 +18,7 @@ def warm_steps(*, max_step_tokens: int, max_running: int, row_width: int, dummy_
     """Prompts alone, then prompts beside decodes: from the largest step down, each half of the one before."""
     sizes = list(_halves(max_step_tokens))
     steps = [_step(_prompts(size, row_width), dummy_row, 0, max_running) for size in sizes]
-    for size in sizes[:1] + sizes[-1:]:
+    for size in dict.fromkeys(sizes[:1] + sizes[-1:]):
         num_decode = min(max_running, size // 2)
         context = min(DECODE_CONTEXT, row_width)
         spans = [(context - 1, context)] * num_decode + _prompts(size - num_decode, row_width)
