@@ -5,8 +5,9 @@ which feeds token 0 and writes the dummy page. The host sends rows and lengths; 
 read from the tables on the device, and sampled ids go back into the token pool there, so the next step can be
 launched before this one's result is known.
 
-A few sizes are captured at first. A batch whose own size is not captured yet runs in a larger graph, and its
-size is captured by the next `capture_wanted`, while the device works.
+A few sizes are captured at first, each other one when a batch first needs it, or by `capture_next` before
+that: the library picks its products by size, so a batch always runs in the graph of its own size, and what it
+answers does not depend on what was captured before.
 """
 
 from collections.abc import Sequence
@@ -66,7 +67,7 @@ class DecodeGraphs:
         self._decode = backend.static_decode(tables.page_table, max_batch)
         self._scratch: SampleScratch = make_scratch(max_batch, config.vocab_size, device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._wanted: tuple[int, bool] | None = None
+        self._below: int | None = None
         self._captures = capture and device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         # One for all captures: the library keeps a workspace for every stream that it has seen.
@@ -89,11 +90,14 @@ class DecodeGraphs:
             self.prepare([], [], size)
             self.body(size, with_filters)
 
-    def capture_wanted(self) -> None:
-        """Captures the size that the last step lacked, if it lacked any: a few milliseconds of the host."""
-        if self._wanted is not None:
-            self._capture(*self._wanted)
-            self._wanted = None
+    def capture_next(self) -> None:
+        """Captures the size below that of the last step, where it lacks: a few milliseconds of the host.
+
+        Batches shrink when their sequences end one by one; they grow by steps with prompts, which take long.
+        """
+        if self._below is not None and (self._below, False) not in self._graphs:
+            self._capture(self._below, with_filters=False)
+        self._below = None
 
     def columns(self, size: int) -> tuple[Tensor, Tensor]:
         """Rows and kv_lens, int32 [size] each, of the graph of `size` rows; all sizes share the memory."""
@@ -119,12 +123,11 @@ class DecodeGraphs:
         size = padded_size(len(rows), self.sizes)
         assert size is not None, f"no graph holds {len(rows)} rows"
         if self._captures:
-            size = self._captured_size(
-                size, with_filters
-            )  # before prepare: a capture runs over padding alone
+            graph = self._graph(size, with_filters)  # may capture, so before prepare
             self.prepare(rows, kv_lens, size)
-            self._graphs[size, with_filters].replay()
+            graph.replay()
             self.replays += 1
+            self._below = max((other for other in self.sizes if other < size), default=None)
         else:
             self.prepare(rows, kv_lens, size)
             self.body(size, with_filters)
@@ -152,16 +155,10 @@ class DecodeGraphs:
         where = (rows, kv_lens, tables.columns, self._scratch, vocab)
         sample(logits, *where, with_filters=with_filters, token_pool=pool)
 
-    def _captured_size(self, size: int, with_filters: bool) -> int:
-        """The smallest captured size from `size` on; captures it where there is none."""
-        larger = [other for other, filters in self._graphs if other >= size and filters == with_filters]
-        if not larger:
+    def _graph(self, size: int, with_filters: bool) -> torch.cuda.CUDAGraph:
+        if (size, with_filters) not in self._graphs:
             self._capture(size, with_filters)
-            return size
-        best = min(larger)
-        if best != size:
-            self._wanted = (size, with_filters)
-        return best
+        return self._graphs[size, with_filters]
 
     def _capture(self, size: int, with_filters: bool) -> None:
         self.prepare([], [], size)

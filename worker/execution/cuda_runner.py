@@ -116,7 +116,7 @@ class CudaRunner(TorchRunner):
         with_filters = bool(self._has_filters[np.frombuffer(step.rows, dtype=np.int32)].any())
         results = self.graphs.run(step.rows, step.ends, with_filters=with_filters)
         replayed = _Replayed(step, results, began)
-        self.graphs.capture_wanted()  # while the device works
+        self.graphs.capture_next()  # while the device works
         return replayed
 
     def close(self) -> None:
