@@ -38,6 +38,12 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+def device_name() -> str:
+    """Of the first GPU, without a CUDA context in this process; CalledProcessError where there is none."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+
+
 def _circumstances(packages: Sequence[str]) -> dict[str, Any]:
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.record import RESULTS, percentile, write_result
+from benchmarks.record import RESULTS, device_name, percentile, write_result
 from benchmarks.stack import Stack, run_stack
 from benchmarks.workloads import LOWEST_ID, Workload, fixed, id_limit, published
 
@@ -340,12 +340,6 @@ def engine_alone(model: str, settings: dict[str, Any], scale: float) -> Alone:
     command = [sys.executable, "-m", "benchmarks.engine_alone", order]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return Alone(**json.loads(done.stdout.splitlines()[-1]))
-
-
-def device_name() -> str:
-    """Of the first GPU, without a CUDA context in this process."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
 
 
 if __name__ == "__main__":

@@ -33,6 +33,12 @@ class Workload:
         span = id_limit - LOWEST_ID
         return replace(self, prompts=[[LOWEST_ID + n % span for n in prompt] for prompt in self.prompts])
 
+    def renamed(self, number: int) -> "Workload":
+        """The same lengths with other ids, so that a second pass finds nothing in a prefix cache."""
+        span = HIGHEST_ID - LOWEST_ID + 1
+        prompts = [[LOWEST_ID + (n - LOWEST_ID + 997 * number) % span for n in p] for p in self.prompts]
+        return replace(self, prompts=prompts)
+
 
 def published(num_sequences: int, limit: int = 1024) -> Workload:
     """The workload that nano-vllm and mini-sglang publish; the same random numbers."""
