@@ -144,7 +144,8 @@ class _ReportingExporter(SpanExporter):
         self._inner = inner
         self._endpoint = endpoint
         self._num_lost = 0
-        # Its own lines come with each retry of each batch.
+        # Its own lines come with each retry of each batch, and with each span that is pushed out.
+        logging.getLogger("opentelemetry").setLevel(logging.ERROR)
         logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from deploy.grafana.board import WIDTH, Board, Panel, PanelKind, Query
+from deploy.grafana.options import Json, columns_of, custom_of, options_of
 from kvatlas.metric import Metric
-
-Json = dict[str, Any]
 
 SCHEMA_VERSION = 41
 DATASOURCE: Json = {"type": "prometheus", "uid": "${datasource}"}
@@ -89,10 +88,10 @@ class Renderer:
             "datasource": DATASOURCE,
             "targets": [_target(query, index, panel) for index, query in enumerate(panel.queries)],
             "fieldConfig": {"defaults": self._defaults(panel), "overrides": self._overrides(panel)},
-            "options": _options(panel),
+            "options": options_of(panel),
         }
         if panel.columns:
-            rendered["transformations"] = _columns(panel)
+            rendered["transformations"] = columns_of(panel)
         return rendered
 
     def _description(self, panel: Panel) -> str:
@@ -103,7 +102,7 @@ class Renderer:
         return "\n\n".join([panel.text, *lines])
 
     def _defaults(self, panel: Panel) -> Json:
-        defaults: Json = {"unit": panel.unit, "noValue": NO_VALUE, "custom": _custom(panel)}
+        defaults: Json = {"unit": panel.unit, "noValue": NO_VALUE, "custom": custom_of(panel)}
         if panel.kind is PanelKind.STAT:
             steps = [
                 {"value": value if index else None, "color": self._palette[colour]}
@@ -162,102 +161,6 @@ def _target(query: Query, index: int, panel: Panel) -> Json:
         "range": not is_instant,
         "exemplar": query.has_exemplars,
     }
-
-
-def _custom(panel: Panel) -> Json:
-    if panel.kind is not PanelKind.LINES:
-        return {}
-    stacking = {"group": "A", "mode": "normal" if panel.is_stacked else "none"}
-    return {
-        "drawStyle": "line",
-        "lineWidth": 1,
-        "fillOpacity": 60 if panel.is_stacked else 8,
-        "showPoints": "never",
-        "spanNulls": False,
-        "stacking": stacking,
-    }
-
-
-def _options(panel: Panel) -> Json:
-    match panel.kind:
-        case PanelKind.STAT:
-            return {
-                "colorMode": "value",
-                "graphMode": "area",
-                "justifyMode": "auto",
-                "orientation": "auto",
-                "percentChangeColorMode": "standard",
-                "reduceOptions": {"calcs": ["lastNotNull"], "values": False},
-                "showPercentChange": False,
-                "textMode": "auto",
-                "wideLayout": True,
-            }
-        case PanelKind.LINES:
-            return {
-                "legend": {"calcs": [], "displayMode": "list", "placement": "bottom", "showLegend": True},
-                "tooltip": {"mode": "multi", "sort": "desc"},
-            }
-        case PanelKind.HEAT_MAP:
-            return _heat_map(panel)
-        case PanelKind.BARS:
-            return {
-                "barWidth": 0.9,
-                "fullHighlight": False,
-                "groupWidth": 0.7,
-                "legend": {"calcs": [], "displayMode": "list", "placement": "bottom", "showLegend": False},
-                "orientation": "auto",
-                "showValue": "auto",
-                "stacking": "none",
-                "tooltip": {"mode": "single", "sort": "none"},
-                "xField": next(iter(panel.columns.values())),
-                "xTickLabelMaxLength": 8,
-                "xTickLabelRotation": 0,
-            }
-        case PanelKind.TABLE:
-            return {"frameIndex": 0, "showHeader": True, "cellHeight": "sm"}
-
-
-def _heat_map(panel: Panel) -> Json:
-    return {
-        "calculate": False,
-        "cellGap": 1,
-        "color": {
-            "exponent": 0.5,
-            "fill": "dark-orange",
-            "mode": "scheme",
-            "reverse": False,
-            "scale": "exponential",
-            "scheme": "Viridis",
-            "steps": 64,
-        },
-        "exemplars": {"color": "rgba(255,255,255,0.7)"},
-        "filterValues": {"le": 1e-9},
-        "legend": {"show": True},
-        "rowsFrame": {"layout": "auto"},
-        "showValue": "never",
-        "tooltip": {"mode": "single", "yHistogram": True},
-        "yAxis": {"axisPlacement": "left", "unit": panel.unit},
-    }
-
-
-def _columns(panel: Panel) -> list[Json]:
-    """Series as rows, joined by process; what has no heading is left out."""
-    names = list(panel.columns)
-    steps: list[Json] = []
-    if panel.kind is PanelKind.TABLE:
-        steps.append({"id": "joinByField", "options": {"byField": names[0], "mode": "outer"}})
-    else:
-        conversions = [{"targetField": names[0], "destinationType": "number"}]
-        steps.append({"id": "convertFieldType", "options": {"conversions": conversions, "fields": {}}})
-        steps.append({"id": "sortBy", "options": {"fields": {}, "sort": [{"field": names[0]}]}})
-        back = [{"targetField": names[0], "destinationType": "string"}]
-        steps.append({"id": "convertFieldType", "options": {"conversions": back, "fields": {}}})
-    steps.append({"id": "filterFieldsByName", "options": {"include": {"names": names}}})
-    order = {name: index for index, name in enumerate(names)}
-    renamed = dict(panel.columns)
-    options = {"excludeByName": {}, "indexByName": order, "renameByName": renamed}
-    steps.append({"id": "organize", "options": options})
-    return steps
 
 
 def _override(matcher: str, name: str, properties: Mapping[str, Any]) -> Json:
