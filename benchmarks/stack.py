@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import BinaryIO
 
 import grpc
 
@@ -28,7 +30,8 @@ class Stack:
     addresses: list[str]  # gRPC, one per service
     service_pids: list[int]
     worker_pid: int
-    ready_seconds: float  # from the start of the processes to the first service that says SERVING
+    began: float  # monotonic clock, before the first process was started
+    ready_seconds: float  # until every service had a warm worker
 
 
 class StackDied(Exception):
@@ -37,9 +40,18 @@ class StackDied(Exception):
 
 @contextlib.contextmanager
 def run_stack(
-    model: str, worker_settings: Mapping[str, object], *, services: int = 1, ready_seconds: float = 120.0
+    model: str,
+    worker_settings: Mapping[str, object],
+    *,
+    services: int = 1,
+    ready_seconds: float = 120.0,
+    worker_environment: Mapping[str, str] = MappingProxyType({}),
+    worker_log: Path | None = None,
 ) -> Iterator[Stack]:
-    """Starts, waits until every service has a warm worker, and ends all of it. Raises StackDied."""
+    """Starts, waits until every service has a warm worker, and ends all of it. Raises StackDied.
+
+    The worker's log goes to a file where one is named, else to this process's errors.
+    """
     with tempfile.TemporaryDirectory(prefix="kvatlas-bench-") as name, contextlib.ExitStack() as stack:
         folder, began = Path(name), time.monotonic()
         engine = f"ipc://{folder}/engine"
@@ -51,25 +63,32 @@ def run_stack(
             "log-level": "warning",
             **worker_settings,
         }
-        worker = stack.enter_context(_process("worker", flags))
+        log = stack.enter_context(worker_log.open("wb")) if worker_log is not None else None
+        worker = stack.enter_context(_process("worker", flags, worker_environment, log))
         addresses, processes = [], [worker]
         for _ in range(services):
             addresses.append(f"127.0.0.1:{_free_port()}")
             flags = {"address": addresses[-1], "workers": engine, "model": model, "metrics-address": ""}
-            flags |= {"log-level": "warning", "no-access-log": None}
+            flags |= {"log-level": "warning", "no-access-log": None, "drain-listen": 0}
             processes.append(stack.enter_context(_process("service", flags)))
         for address in addresses:
             _wait_until_serving(address, processes, began + ready_seconds)
         pids = [process.pid for process in processes[1:]]
-        yield Stack(addresses, pids, worker.pid, time.monotonic() - began)
+        yield Stack(addresses, pids, worker.pid, began, time.monotonic() - began)
 
 
 @contextlib.contextmanager
-def _process(module: str, flags: Mapping[str, object]) -> Iterator["subprocess.Popen[bytes]"]:
-    command = [sys.executable, "-m", module]
+def _process(
+    module: str,
+    flags: Mapping[str, object],
+    environment: Mapping[str, str] = MappingProxyType({}),
+    log: BinaryIO | None = None,
+) -> Iterator["subprocess.Popen[bytes]"]:
+    command = ["env", *(f"{name}={value}" for name, value in environment.items())]
+    command += [sys.executable, "-m", module]
     for name, value in flags.items():
         command += [f"--{name}"] if value is None else [f"--{name}", str(value)]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, stderr=log)
     try:
         yield process
     finally:

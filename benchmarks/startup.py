@@ -1,0 +1,102 @@
+"""From the start of the processes to the first token: with an empty kernel cache, and the second time.
+
+    python -m benchmarks.startup --model random:qwen3-0.6b        on a GPU
+    python -m benchmarks.startup --model random:tiny --device cpu
+
+Worker and service are started together, as `kvatlas serve` does; the first token is what a gRPC client has of
+a prompt of 512 ids that is sent as soon as the service says that it serves. Phases are the worker's own log
+lines: when each came, in seconds after the start, and how long the phase took where it says so.
+"""
+
+import argparse
+import json
+import re
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from benchmarks.record import RESULTS, device_name, write_result
+from benchmarks.stack import Stack, run_stack
+from benchmarks.workloads import TEMPERATURE, fixed, id_limit
+from kvatlas.v1 import generation_pb2 as pb
+from kvatlas.v1 import generation_pb2_grpc
+
+KERNEL_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
+PROMPT_TOKENS = 512
+LINE = re.compile(r"(\S+)Z level=\w+ logger=\S+ event=(\w+) ?(.*)")
+
+
+def first_token_seconds(stack: Stack, model: str) -> float:
+    """Since the start of the stack."""
+    message = pb.StreamGenerateRequest()
+    message.spec.token_ids.ids.extend(fixed(1, PROMPT_TOKENS).within(id_limit(model)).prompts[0])
+    message.spec.sampling.temperature = TEMPERATURE
+    message.spec.stop.max_tokens = 4
+    message.spec.stop.ignore_eos = True
+    with grpc.insecure_channel(stack.addresses[0]) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        for answer in stub.StreamGenerate(message, timeout=120):
+            if answer.HasField("delta"):
+                return time.monotonic() - stack.began
+    raise SystemExit("a stream without a token")
+
+
+def timeline(log: str, start_ns: int) -> list[dict[str, Any]]:
+    """Events of a worker's log: seconds after the start, name, and the pairs that they carry."""
+    events = []
+    for line in log.splitlines():
+        if matched := LINE.match(line):
+            stamp, event, pairs = matched.groups()
+            moment = datetime.fromisoformat(stamp).replace(tzinfo=UTC).timestamp() - start_ns / 1e9
+            values = dict(re.findall(r"(phase|seconds)=(\S+)", pairs)) if event == "phase" else {}
+            events.append({"at": round(moment, 2), "event": event, **values})
+    return events
+
+
+def measure(model: str, settings: dict[str, Any], caches: Path, limit: float) -> dict[str, Any]:
+    """One start."""
+    environment = {name: str(caches / name.lower()) for name in KERNEL_CACHES}
+    log = caches / "worker.log"
+    start_ns = time.time_ns()
+    with run_stack(
+        model, settings, ready_seconds=limit, worker_environment=environment, worker_log=log
+    ) as stack:
+        first_token = first_token_seconds(stack, model)
+        ready = stack.ready_seconds
+    return {
+        "ready_seconds": round(ready, 2),
+        "first_token_seconds": round(first_token, 2),
+        "timeline": timeline(log.read_text(errors="replace"), start_ns),
+    }
+
+
+def main() -> None:
+    """Starts twice over one cache that is empty the first time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default="random:qwen3-0.6b")
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--starts", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds of one start")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
+    options = parser.parse_args()
+    settings = {"device": options.device, "max-running": 256, "max-batch-tokens": 8192, "max-context": 4096}
+    settings |= {"log-level": "info"}
+    settings |= {"memory-ratio": 0.8} if options.device == "cuda" else {"num-pages": 4096}
+    starts = []
+    with tempfile.TemporaryDirectory(prefix="kvatlas-start-") as caches:
+        for number in range(options.starts):
+            starts.append(
+                {"start": number + 1, **measure(options.model, settings, Path(caches), options.limit)}
+            )
+            print(json.dumps(starts[-1]), flush=True)
+    name = f"startup-{options.model.removeprefix('random:')}"
+    device = device_name() if options.device == "cuda" else ""
+    print(write_result(name, {"starts": starts}, ["torch", "triton"], options.results, device))
+
+
+if __name__ == "__main__":
+    main()
