@@ -65,11 +65,12 @@ check: $(DEV)  ## format, lint, types, import contracts, protos
 	  $(VENV)/bin/buf breaking protos --against ".git#tag=$$tag,subdir=protos"; \
 	else echo "buf breaking: no release tag yet"; fi
 
-fix: $(DEV)  ## the mirror of check: format, safe fixes, protos, tables of the docs
+fix: $(DEV)  ## the mirror of check: format, safe fixes, protos, dashboards, tables of the docs
 	@$(PYTHON) -m ruff check --fix .
 	@$(PYTHON) -m ruff format .
 	@$(VENV)/bin/buf format --write protos
 	@$(PYTHON) protos/generate.py
+	@$(PYTHON) -m deploy.grafana.generate
 	@$(PYTHON) -m docs.tables
 
 bench: $(DEV)  ## what a step, a token and a stream cost, into benchmarks/results/
