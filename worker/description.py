@@ -69,6 +69,7 @@ class WorkerDescription:
     pages_address: str
     fingerprint_key: bytes
     attention_backend: str = ""
+    attention_backend_reason: str = ""
     device_name: str = ""
     device_memory_bytes: int = 0
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -40,6 +40,7 @@ class DeviceFacts:
     device_name: str = ""
     device_memory_bytes: int = 0
     attention_backend: str = ""
+    attention_backend_reason: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -80,6 +80,7 @@ class TorchDevice:
             device_name=_device_name(device),
             device_memory_bytes=_total_bytes(device),
             attention_backend=choice.label,
+            attention_backend_reason=choice.reason,
             versions=_versions(),
         )
 

@@ -87,7 +87,7 @@ class ServerLimits(_message.Message):
     def __init__(self, max_request_bytes: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_samples: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., max_running_sequences: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., default_deadline: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., max_deadline: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., max_watches: _Optional[int] = ..., max_pinned_pages: _Optional[int] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "epoch", "state", "model_id", "version", "device_name", "device_memory_bytes", "compute_capability", "attention_backend", "versions", "last_heartbeat_time")
+    __slots__ = ("worker_id", "epoch", "state", "model_id", "version", "device_name", "device_memory_bytes", "compute_capability", "attention_backend", "versions", "last_heartbeat_time", "attention_backend_reason")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +106,7 @@ class WorkerInfo(_message.Message):
     ATTENTION_BACKEND_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     LAST_HEARTBEAT_TIME_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_BACKEND_REASON_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     state: ServerState
@@ -117,7 +118,8 @@ class WorkerInfo(_message.Message):
     attention_backend: str
     versions: _containers.ScalarMap[str, str]
     last_heartbeat_time: _timestamp_pb2.Timestamp
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[ServerState, str]] = ..., model_id: _Optional[str] = ..., version: _Optional[str] = ..., device_name: _Optional[str] = ..., device_memory_bytes: _Optional[int] = ..., compute_capability: _Optional[str] = ..., attention_backend: _Optional[str] = ..., versions: _Optional[_Mapping[str, str]] = ..., last_heartbeat_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    attention_backend_reason: str
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[ServerState, str]] = ..., model_id: _Optional[str] = ..., version: _Optional[str] = ..., device_name: _Optional[str] = ..., device_memory_bytes: _Optional[int] = ..., compute_capability: _Optional[str] = ..., attention_backend: _Optional[str] = ..., versions: _Optional[_Mapping[str, str]] = ..., last_heartbeat_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., attention_backend_reason: _Optional[str] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("model_id", "revision", "architecture", "max_context_tokens", "vocab_size", "eos_token_ids", "dtype", "parameter_count", "has_chat_template", "tokenizer_sha256", "defaults")
