@@ -91,17 +91,6 @@ def test_the_gpu_path_gives_the_plain_runners_tokens():
     assert answers(CudaRunner(MODEL, backend, config(), CPU), overlap=True) == expected
 
 
-def test_a_small_batch_leaves_nothing_of_a_larger_one_in_the_buffers():
-    """B081: rows and lengths past the batch are the dummy row's."""
-    backend = TritonBackend(CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CONTEXT)
-    graphs = CudaRunner(MODEL, backend, config(), CPU).graphs
-    graphs.prepare([0, 1, 2, 3], [9, 8, 7, 6], 4)
-    graphs.prepare([2], [5], 4)
-    rows, kv_lens = graphs.columns(4)
-    assert rows.tolist() == [2, MAX_RUNNING, MAX_RUNNING, MAX_RUNNING]
-    assert kv_lens.tolist() == [5, 1, 1, 1]
-
-
 def test_warm_steps_touch_the_dummy_row_and_the_dummy_page_alone():
     """S1-31: what runs before the first request leaves every page and every other row as it was."""
     backend = TritonBackend(CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CONTEXT)

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.batch import KvLayer
 from kernels.cpu_backend import CpuBackend
 from kernels.reference import ReferenceBackend
-from worker.execution.decode_buffers import DecodeBuffers, capture_sizes, padded_size
+from worker.execution.graph_sizes import capture_sizes, padded_size
 from worker.execution.page_table import PageTable
 from worker.execution.step_tensors import build_step_tensors
 from worker.execution.token_pool import TokenPool
@@ -77,14 +77,16 @@ def test_a_backend_that_is_planned_again_forgets_the_last_plan(
     """B083 on a CPU: one backend over 60 steps of other lengths and sizes equals a new one for each."""
     rng, draw = random.Random(7), torch.Generator().manual_seed(7)
     table, pool = tables()
-    buffers, sizes = DecodeBuffers(table, pool, max_batch=NUM_ROWS), capture_sizes(NUM_ROWS)
+    sizes = capture_sizes(NUM_ROWS)
     used = backend_type()
     for _ in range(60):
         rows = rng.sample(range(NUM_ROWS), rng.randrange(1, NUM_ROWS + 1))
         ends = [rng.choice([1, 3, 4, 5, 17, 32]) for _ in rows]
         size = padded_size(len(rows), sizes)
         assert size is not None
-        batch = buffers.prepare(rows, ends, size).batch
+        padding = [(table.dummy_row, 0, 1)] * (size - len(rows))
+        spans = [(row, end - 1, end) for row, end in zip(rows, ends, strict=True)]
+        batch = build_step_tensors(mixed_step(spans + padding), table, pool).batch
         q, k, v = (
             torch.randn(size, heads, HEAD_DIM, generator=draw) for heads in (HEADS, KV_HEADS, KV_HEADS)
         )

@@ -22,7 +22,7 @@ from kernels.batch import KvLayer
 from kernels.decode_inputs import decode_inputs
 from kernels.sample import SampleScratch, make_scratch, sample
 from kernels.sample_columns import SampleColumns
-from worker.execution.decode_buffers import capture_sizes, first_sizes, padded_size
+from worker.execution.graph_sizes import capture_sizes, first_sizes, padded_size
 from worker.model.fused import FusedModel
 
 WARM_UPS = 1  # before a capture: compiles and loads kernels, and lets the libraries allocate

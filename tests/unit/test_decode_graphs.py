@@ -1,0 +1,113 @@
+"""Padded decode steps, through Triton's interpreter: the dummy row, and nothing left of the batch before."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before the imports below
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+
+from kernels.sample_columns import SampleRow, make_columns, write_rows
+from kernels.triton_backend import TritonBackend
+from worker.execution.cuda_graphs import DecodeGraphs, DecodeTables
+from worker.execution.kv_pool import KvPool
+from worker.execution.page_table import PageTable
+from worker.execution.token_pool import TokenPool
+from worker.model.fused import FusedModel
+from worker.model.toy import toy_config, toy_model
+
+CPU = torch.device("cpu")
+CONFIG = toy_config()
+MODEL = toy_model(CONFIG)
+ROWS, PAGE, CONTEXT = 8, 4, 16
+
+
+@dataclass
+class Setting:
+    """Every page of the pool is some row's."""
+
+    table: PageTable
+    tokens: TokenPool
+    pool: KvPool
+    graphs: DecodeGraphs
+
+
+def setting() -> Setting:
+    pages = ROWS * 2
+    table = PageTable(max_running=ROWS, max_context=CONTEXT, num_pages=pages, page_size=PAGE, device=CPU)
+    tokens = TokenPool(num_rows=ROWS + 1, width=table.slots.shape[1], device=CPU)
+    draw = torch.Generator().manual_seed(1)
+    for row in range(ROWS):
+        table.write_pages([row, row], [0, 1], [2 * row, 2 * row + 1])
+        tokens.ids[row] = torch.randint(1, CONFIG.vocab_size, tokens.ids[row].shape, generator=draw)
+    pool = KvPool(
+        num_layers=CONFIG.num_layers,
+        num_pages=pages,
+        page_size=PAGE,
+        num_kv_heads=CONFIG.num_kv_heads,
+        head_dim=CONFIG.head_dim,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    pool.buffer[:, :, :pages].normal_(generator=draw)
+    columns = make_columns(ROWS + 1, CPU)
+    write_rows(columns, list(range(ROWS)), [SampleRow() for _ in range(ROWS)])
+    heads = (CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim)
+    tables = DecodeTables(table.slots, tokens.ids, pool.layers, columns, dummy_row=ROWS)
+    backend = TritonBackend(*heads, CONTEXT)
+    scale = CONFIG.attention_scale
+    graphs = DecodeGraphs(FusedModel(MODEL), backend, tables, max_batch=ROWS, scale=scale)
+    return Setting(table, tokens, pool, graphs)
+
+
+def drawn(given: Setting, rows: list[int], kv_lens: list[int]) -> list[int]:
+    with torch.inference_mode():
+        results = given.graphs.run(rows, kv_lens, with_filters=False)
+    return results[: 4 * ROWS].view(torch.int32)[: len(rows)].tolist()
+
+
+def test_padding_is_one_token_of_the_dummy_row() -> None:
+    """M-24, M-25, S1-31: length 1, position 0, written to the dummy slot; here of 5 rows in a graph of 8."""
+    given = setting()
+    drawn(given, [5, 2, 7, 0, 1], [3, 8, 1, 2, 4])
+    rows, kv_lens = given.graphs.columns(8)
+    assert rows.tolist() == [5, 2, 7, 0, 1, *[ROWS] * 3]
+    assert kv_lens.tolist() == [3, 8, 1, 2, 4, *[1] * 3]
+    assert given.graphs._positions.tolist() == [2, 7, 0, 1, 3, *[0] * 3]
+    assert given.graphs._slots.tolist() == [42, 23, 56, 1, 11, *[given.table.dummy_slot] * 3]
+
+
+def test_padding_changes_no_real_row_and_no_managed_page() -> None:
+    """B079, S1-30, B082: with every page in use, 3 rows in a graph of 4 write 3 slots and answer as in 4."""
+    whole = drawn(setting(), [5, 2, 7, 0], [3, 8, 1, 2])
+    given = setting()
+    before = given.pool.buffer.clone()
+    assert drawn(given, [5, 2, 7], [3, 8, 1]) == whole[:3]
+    is_changed = (given.pool.buffer != before)[:, :, : given.pool.num_pages].flatten(4).any(dim=4)
+    slots = is_changed.flatten(2).any(dim=0).any(dim=0).nonzero().flatten().tolist()
+    assert slots == sorted([42, 23, 56])
+    assert given.tokens.ids[ROWS, 0] == 0, "the dummy row feeds token 0"
+
+
+def test_nothing_is_left_of_a_larger_batch() -> None:
+    """B081: after the largest batch was full, a batch of one has no stale length or row anywhere."""
+    graphs = setting().graphs
+    graphs.prepare(list(range(ROWS)), [8] * ROWS, ROWS)
+    graphs.prepare([6], [2], ROWS)
+    rows, kv_lens = graphs.columns(ROWS)
+    assert rows.tolist() == [6, *[ROWS] * (ROWS - 1)]
+    assert kv_lens.tolist() == [2, *[1] * (ROWS - 1)]
+
+
+def test_static_tensors_stay_where_they_are() -> None:
+    """M-24: a captured graph holds their addresses, at multiples of 16 bytes as its kernels expect them."""
+    graphs = setting().graphs
+    for size in graphs.sizes:
+        before = [part.data_ptr() for part in graphs.columns(size)]
+        graphs.prepare([1], [2], size)
+        assert [part.data_ptr() for part in graphs.columns(size)] == before
+        assert (before[1] - before[0]) % 16 == 0
