@@ -27,7 +27,7 @@ RESYNC_CAUSES = ("initial", "gap", "epoch")
 GAUGE, COUNTER = MetricKind.GAUGE, MetricKind.COUNTER
 HISTOGRAM, INFO = MetricKind.HISTOGRAM, MetricKind.INFO
 
-FEED = (
+MIRRORS = (
     Metric(
         "page_mirror_age_seconds",
         GAUGE,
@@ -44,6 +44,9 @@ FEED = (
         {"worker": (), "cause": RESYNC_CAUSES},
         panel="pages/Mirror age; resyncs",
     ),
+)
+
+WATCHES = (
     Metric(
         "page_watchers",
         GAUGE,
@@ -263,5 +266,5 @@ CALLS = (
     Metric("build", INFO, "Release of this process.", "Calls", panel="pages/Pools"),
 )
 
-TABLE: tuple[Metric, ...] = FEED + REQUESTS + STREAMS + CALLS
+TABLE: tuple[Metric, ...] = MIRRORS + WATCHES + REQUESTS + STREAMS + CALLS
 """Every metric of the service, in the order of docs/metrics.md."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from prometheus_client import CollectorRegistry
 
+from kvatlas.revision import source_revision
 from kvatlas.v1 import (
     cache_pb2,
     cache_pb2_grpc,
@@ -48,7 +49,7 @@ from service.telemetry import Telemetry
 from service.text.chat import ChatTemplate
 from service.text.threads import TextThreads
 from service.text.tokenizer import Tokenizer
-from service.version import VERSION, source_revision
+from service.version import VERSION
 
 if TYPE_CHECKING:
     from service.tracing import Tracing

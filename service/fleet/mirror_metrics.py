@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from service.fleet.mirrors import CAUSES, PageMirrors
+from service.fleet.mirrors import PageMirrors
+from service.metric_table import MIRRORS, RESYNC_CAUSES
+
+_ROWS = {row.name: row for row in MIRRORS}
 
 
 class MirrorCollector(Collector):
@@ -16,19 +19,13 @@ class MirrorCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Called from the thread of the scrape: reads plain numbers only."""
-        age = GaugeMetricFamily(
-            "kvatlas_page_mirror_age_seconds",
-            "Since the last message of a worker's page feed, by this process's clock.",
-            labels=["worker"],
-        )
-        resyncs = CounterMetricFamily(
-            "kvatlas_page_mirror_resyncs_total",
-            "Snapshots fetched, by cause: a start, something missed, a new life of the worker.",
-            labels=["worker", "cause"],
-        )
+        row = _ROWS["page_mirror_age_seconds"]
+        age = GaugeMetricFamily(row.family, row.help, labels=list(row.labels))
+        row = _ROWS["page_mirror_resyncs"]
+        resyncs = CounterMetricFamily(row.family, row.help, labels=list(row.labels))
         for kept in self._mirrors.kept:
             age.add_metric([kept.mirror.worker_id], kept.age_seconds)
-            for cause in CAUSES:
+            for cause in RESYNC_CAUSES:
                 resyncs.add_metric([kept.mirror.worker_id, cause], kept.resyncs[cause])
         yield age
         yield resyncs

@@ -21,6 +21,7 @@ from service.fleet.feed import EventColumns, OutOfStep, SequenceKey
 from service.fleet.link import CommandFailed, WorkerLink, WorkerUnavailable
 from service.fleet.page_mirror import PageMirror, Standing
 from service.fleet.violations import ViolationLog
+from service.metric_table import RESYNC_CAUSES
 from service.request import LostReason
 
 SNAPSHOT_SECONDS = 10.0
@@ -29,8 +30,6 @@ MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.1, 2.0
 SILENCE_SECONDS = 2.0  # the feed shows life every 0.5 s
 EVENTS_KEPT_SECONDS = 60.0  # the topic of events stays subscribed so long after it was last needed
 MANY_SEQUENCES = 64  # more of them in one part are decoded in a thread: 8 us each
-CAUSES = ("initial", "gap", "epoch")
-"""Why a snapshot was fetched: a start, something missed, a new life of the worker."""
 
 log = logging.getLogger("service.mirror")
 
@@ -55,7 +54,7 @@ class KeptMirror:
         self.mirror = PageMirror(link.worker_id)
         self.ring = EventRing()
         self.violations = ViolationLog()
-        self.resyncs: Counter[str] = Counter(dict.fromkeys(CAUSES, 0))
+        self.resyncs: Counter[str] = Counter(dict.fromkeys(RESYNC_CAUSES, 0))
         self.fed_time = 0.0  # loop's clock of the last feed message or snapshot
         self.event_watchers: set[Callable[[], None]] = set()  # called when there are new ones
         self._loop = loop

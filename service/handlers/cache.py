@@ -105,9 +105,17 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         try:
             kept = self._kept(request.worker_id)
             await context.send_initial_metadata(())
-            await MapWatcher(kept, options, self._backstage.board, context).run()
+            await self._follow(kept, options, context)
         finally:
             permit.release()
+
+    async def _follow(self, kept: KeptMirror, options: WatchOptions, context: Any) -> None:
+        metrics = self._backstage.metrics
+        watcher = MapWatcher(
+            kept, options, self._backstage.board, context, on_lag=metrics.page_watch_lagged.inc
+        )
+        with metrics.page_watchers["events" if options.wants_events else "state"].track_inprogress():
+            await watcher.run()
 
     # -- pages ---------------------------------------------------------------------------------------
 

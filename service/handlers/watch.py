@@ -42,8 +42,17 @@ class WatchOptions:
 class MapWatcher:
     """One call of WatchPageMap."""
 
-    def __init__(self, kept: KeptMirror, options: WatchOptions, board: HealthBoard, context: Any) -> None:
+    def __init__(
+        self,
+        kept: KeptMirror,
+        options: WatchOptions,
+        board: HealthBoard,
+        context: Any,
+        *,
+        on_lag: Callable[[], None],
+    ) -> None:
         self._kept = kept
+        self._on_lag = on_lag  # a reader of events fell behind the ring
         self._mirror = kept.mirror
         self._options = options
         self._board = board
@@ -164,6 +173,7 @@ class MapWatcher:
             return False
         columns = ring.after(self._number, wanted)
         if columns is None:
+            self._on_lag()
             self._watch.is_lagging = True
             await self._tell_snapshot()
             return True

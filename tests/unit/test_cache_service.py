@@ -10,6 +10,7 @@ from typing import Any, cast
 import grpc
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
 from kvatlas.client.page_map import PageMap
 from kvatlas.v1 import cache_pb2 as pb
@@ -24,6 +25,7 @@ from service.fleet.page_mirror import Standing
 from service.handlers.cache import CacheServicer
 from service.handlers.cache_messages import Viewer
 from service.health import HealthBoard
+from service.metrics import ServiceMetrics
 from service.request import Call, LostReason, current_call
 
 PAGES = 70_000  # two parts of a snapshot
@@ -187,11 +189,13 @@ class Stage:
         self.links = links
         self.board = HealthBoard(asyncio.get_running_loop())
         self.mirrors = PageMirrors()
+        self.metrics = ServiceMetrics(CollectorRegistry(), version="1", commit="c")
         backstage = SimpleNamespace(
             board=self.board,
             watches=Admission(max_watches),
             config=SimpleNamespace(max_watches=max_watches),
             refuse_if_draining=lambda: None,
+            metrics=self.metrics,
         )
         chosen = viewer or Viewer(is_admin=True)
         self.servicer = CacheServicer(cast(Any, backstage), self.mirrors, lambda call: chosen)
@@ -581,6 +585,7 @@ def test_every_event_comes_once_and_in_order_and_a_reader_that_lags_starts_over(
         stage.mirrors.link_fed(cast(Any, link), b"e", link.event_feed(before))
         await until(lambda: len(context.written) > count)
         assert context.written[-1].snapshot.cause == pb.SNAPSHOT_CAUSE_LAGGED
+        assert stage.metrics.registry.get_sample_value("kvatlas_page_watch_lagged_total") == 1
         task.cancel()
 
     run(work())
@@ -862,5 +867,29 @@ def test_of_many_violations_the_newest_are_kept() -> None:
         assert [each.page_id for each in log.after(248)] == [248, 249]
         assert [each.page_id for each in log.after(0)] == list(range(150, 250))
         assert log.after(250) == []
+
+    run(work())
+
+
+# -- series ------------------------------------------------------------------------------------------------
+
+
+def test_open_watches_are_counted_by_mode_and_no_longer_when_they_end() -> None:
+    async def work() -> None:
+        stage, first, second = Stage(ScriptedLink(page_count=10)), Context(), Context()
+        await stage.welcome()
+
+        def watchers() -> list[float | None]:
+            names = ("state", "events")
+            value = stage.metrics.registry.get_sample_value
+            return [value("kvatlas_page_watchers", {"mode": mode}) for mode in names]
+
+        assert watchers() == [0, 0]
+        tasks = [await stage.watch(first), await stage.watch(second, mode=pb.WATCH_MODE_EVENTS)]
+        assert watchers() == [1, 1]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert watchers() == [0, 0]
 
     run(work())

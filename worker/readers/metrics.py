@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from kvatlas.metric import Metric as Row
 from kvatlas.metric import MetricKind
+from kvatlas.revision import source_revision
 from worker.description import VERSION, WorkerDescription
 from worker.pages.events import PageEventKind
 from worker.readers.buckets import FrozenBuckets
@@ -102,6 +103,7 @@ class WorkerCollector(Collector):
         self._view = view
         self._mismatches = mismatches
         self._watermark_pages = watermark_pages
+        self._commit = source_revision()
         usable = description.pool.num_pages
         self._edges = {row.name: _edges_of(row, usable) for row in TABLE if row.buckets}
         registry.register(self)
@@ -195,7 +197,11 @@ class WorkerCollector(Collector):
                 "layout": "page_slot_head",
                 "device": pool.device,
             },
-            "build": {"version": VERSION, "commit": "", "python": platform.python_version()},
+            "build": {
+                "version": VERSION,
+                "commit": self._commit,
+                "python": platform.python_version(),
+            },
         }
 
 
