@@ -21,7 +21,8 @@ def test_the_backend_is_chosen_by_name_or_by_the_device_and_told() -> None:
     """M-30: the choice is among the facts that services, metrics and the log get."""
     device = TorchDevice()
     assert device.facts(replace(TINY, attention_backend="reference")).attention_backend == "reference"
-    assert device.facts(replace(TINY, attention_backend="auto")).attention_backend in ("reference", "cpu")
+    facts = device.facts(replace(TINY, attention_backend="auto"))
+    assert (facts.attention_backend, facts.attention_backend_reason) == ("cpu", "a processor")
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:
@@ -32,12 +33,14 @@ def test_an_unknown_backend_is_refused_by_name() -> None:
 
 
 def test_the_choice_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """M-30: one line at the start names model, dtype and backend."""
+    """M-30: one line at the start names model, dtypes and backend, and why it is that one."""
     config = replace(TINY, attention_backend="reference").resolved(model_context=64, automatic_pages=8)
     with caplog.at_level(logging.INFO):
         runner = TorchDevice().build(config)
     runner.close()
-    assert any("model_loaded" in line and "reference" in line for line in caplog.messages)
+    line = next(line for line in caplog.messages if "model_loaded" in line)
+    assert 'backend=reference because="asked for"' in line
+    assert "weight_dtype=auto kv_dtype=fp32" in line
 
 
 class WatchedRunner:
