@@ -21,7 +21,7 @@ export PYTHONPATH := $(CURDIR)/protos
 TEST_ENV := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all test-gpu test-clients sim check fix bench protos clean
+.PHONY: help setup demo serve test test-all test-gpu memcheck test-clients sim check fix bench protos clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,13 @@ test-all: $(DEV)  ## all that this machine can run
 
 test-gpu: $(DEV)  ## what needs a CUDA device
 	@$(PYTHON) -m pytest -q -m gpu $(PYTEST_ARGS)
+
+# Every tensor gets an allocation of its own, or a read past one would hit the next; graphs need the allocator.
+memcheck: $(DEV)  ## the kernel tests under compute-sanitizer
+	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no \
+	  --target-processes all --error-exitcode 9 --launch-timeout 0 $(PYTHON) -m pytest -q --timeout 0 \
+	  -m "gpu and not slow" -k "not graph and not captured" tests/gpu/test_small_kernels_gpu.py \
+	  tests/gpu/test_attention_gpu.py tests/gpu/test_sample_kernel_gpu.py $(PYTEST_ARGS)
 
 test-clients: $(DEV)  ## Node and buf curl against a real server
 	@$(TEST_ENV) $(PYTHON) -m pytest -q tests/integration/test_foreign_clients.py $(PYTEST_ARGS)
