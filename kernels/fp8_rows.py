@@ -8,7 +8,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import dependent_launch
 from kernels.fp8 import E4M3, LARGEST
 
 
@@ -28,6 +30,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
             WIDTH=width,
             PADDED=padded,
             LARGEST=LARGEST,
+            **dependent_launch(x.device),
             num_warps=min(16, max(1, padded // 512)),
         )
     return rows, scales
@@ -35,8 +38,18 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _quantize_kernel(
-    x, rows, scales, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr, LARGEST: tl.constexpr
+    x,
+    rows,
+    scales,
+    stride,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
     mask = at < WIDTH
