@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvatlas.settings import ConfigError, Reader, as_toml, option, range_faults, socket_folder
+from kvatlas.settings import ConfigError, Reader, as_toml, option, range_faults, socket_folder, state_folder
 
 __all__ = ["ConfigError", "WorkerConfig", "from_args", "wants_print"]
 
@@ -67,6 +67,9 @@ class WorkerConfig:
     metrics_host: str = option("127.0.0.1", "address of /metrics, /healthz, /readyz")
     metrics_port: int = option(9102, "its port; 0: any free one, -1: none", low=-1, high=65535)
     worker_id: str = option("worker-0", "name of this worker, unique in the deployment")
+    # Recordings.
+    recordings: str = option("", "folder of recordings; empty: own folder under the user's state")
+    record_audits: bool = option(True, "a failed audit leaves a recording of what just was")
     # Life.
     drain_grace: float = option(
         60.0, "seconds in which running requests may end after SIGTERM", low=0.0, high=86400.0
@@ -97,7 +100,8 @@ class WorkerConfig:
     @property
     def features(self) -> tuple[str, ...]:
         """Optional features that are on, as services are told."""
-        return ("prefix_cache", "pinning") if self.prefix_cache else ()
+        always = ("recorder", "estimate_cache")
+        return ("prefix_cache", "pinning", *always) if self.prefix_cache else always
 
     def resolved(self, *, model_context: int, automatic_pages: int) -> "WorkerConfig":
         """The same with nothing left automatic: addresses, context, pages, overlap."""
@@ -119,6 +123,7 @@ class WorkerConfig:
             overlap=overlap,
             engine_address=engine,
             pages_address=pages,
+            recordings=self.recordings or str(state_folder(os.environ) / "recordings"),
         )
         return resolved.checked()
 

@@ -176,6 +176,7 @@ class CallError(IntEnum):
 
     INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
     RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9
     OUT_OF_RANGE = 11
@@ -195,7 +196,10 @@ class CallReason(IntEnum):
     FEATURE_DISABLED = 15
     INTERNAL = 19
     PIN_LIMIT = 24
+    RECORDING_NOT_FOUND = 25
+    RECORDING_RUNNING = 26
     DEADLINE_PASSED = 28
+    RECORDING_FAILED = 29
 
 
 @dataclass(frozen=True, slots=True)

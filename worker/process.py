@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import cast
 
@@ -21,15 +22,19 @@ from prometheus_client import CollectorRegistry
 
 from worker.channels import CommandQueue, Handover, OutputQueue
 from worker.config import ConfigError, WorkerConfig
-from worker.description import PoolDescription, WorkerDescription
+from worker.description import VERSION, PoolDescription, WorkerDescription
 from worker.devices import Device, DeviceFacts, row_width
 from worker.engine import EXIT_OK, Engine, EngineSettings
 from worker.execution.runner import Runner
 from worker.faults import plant
 from worker.ids import Row, SequenceId
+from worker.link import status_codec
 from worker.link.addresses import IpcGuard
+from worker.link.estimates import EstimateDesk
 from worker.link.http import StatusServer
 from worker.link.publisher import PageFeed
+from worker.link.recorder_tap import RecorderTap
+from worker.link.recordings import RecordingDesk
 from worker.link.server import EngineLink
 from worker.log import log_event
 from worker.messages import EngineCommand, LinkMessage, ObserverCall
@@ -38,12 +43,19 @@ from worker.parent_watch import ParentWatch
 from worker.readers.metrics import WorkerCollector
 from worker.readers.observation import Observation
 from worker.readers.observer import Observer
+from worker.readers.prefix_keys import PrefixKeys
+from worker.readers.recorder import Recorder
+from worker.readers.recording_frames import FrameMaker
+from worker.readers.recording_store import RecordingStore
 from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.settings import SchedulerConfig
 from worker.scheduling.step import RowStart, Step
 from worker.stats import LoadView
 from worker.status import first_board
+from worker.trace.estimator import Estimator
+from worker.trace.loading import limits_message
+from worker.traffic import TRAFFIC_LIMIT, TrafficQueue
 
 COMMAND_LIMIT = 4096
 OUTPUT_LIMIT = 1024
@@ -100,9 +112,11 @@ class WorkerProcess:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._stack.callback(context.term)
         self._make_observer(context, _description(config, facts, epoch, key), start)
+        self._make_recorder(key, start)
         self._make_link(context)
         self._make_http(registry)
         self.observer.start()
+        self.recorder.start()
         self.link.start()
         if config.parent_watch:
             self._stack.callback(ParentWatch(config.parent_watch, end_this_process).close)
@@ -121,6 +135,7 @@ class WorkerProcess:
         )
         self._stack.callback(self.feed.close)
         self.description = self.feed.description  # with the real port
+        self.tap = RecorderTap(self.feed, description.epoch)
         self.board = board = first_board(self.description, start)
 
         def keep_load(load: LoadView) -> None:
@@ -135,10 +150,47 @@ class WorkerProcess:
             ask_for_snapshot=self._ask_for_snapshot,
             on_load=keep_load,
             on_failure=self._fail,
-            sink=self.feed,
+            sink=self.tap,
+            recorder_dropped=self.tap.recorder_dropped,
             clock=self._clock,
         )
         self._stack.callback(self.observer.close)
+
+    def _make_recorder(self, key: bytes, start: float) -> None:
+        config, observer = self.config, self.observer
+        limits = limits_message(self._scheduler.config, overlap=bool(config.overlap))
+        keys = PrefixKeys(key, config.page_size)
+        self.traffic = TrafficQueue(TRAFFIC_LIMIT)
+        self.recorder = Recorder(
+            self.ring,
+            self.traffic,
+            keys,
+            RecordingStore(Path(config.recordings), config.worker_id),
+            FrameMaker(
+                geometry=status_codec.geometry(self.description),
+                limits=limits,
+                granularity=keys.granularity,
+                model=self.description.model.model_id,
+                version=VERSION,
+            ),
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            start_time=start,
+            ask_for_ledger=self.tap.ask_for_ledger,
+            look=lambda: (observer.metrics.pool, observer.metrics.counts.preemptions_total),
+            records_audits=config.record_audits,
+            clock=self._clock,
+        )
+        self._stack.callback(self.recorder.close)
+        self.tap.recorder = self.recorder
+        estimator = Estimator(self._clock)
+        self._stack.callback(estimator.close)
+        estimates = EstimateDesk(estimator, self.outputs, self.description, limits, self._clock)
+        self._recordings = RecordingDesk(self.recorder, estimates, self.outputs, config.worker_id)
+
+    def _wake_readers(self) -> None:
+        self.observer.wake()
+        self.recorder.wake()
 
     def _make_link(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         def ask_observer(call: ObserverCall) -> bool:
@@ -153,6 +205,7 @@ class WorkerProcess:
             outputs=self.outputs,
             status=self.board,
             to_observer=ask_observer,
+            other_desk=self._recordings,
             on_failure=self._fail,
             clock=self._clock,
         )
@@ -247,7 +300,8 @@ class WorkerProcess:
                 observations=self.observations,
                 board=self.board,
                 on_state=self.link.announce,
-                wake_observer=self.observer.wake,
+                wake_observer=self._wake_readers,
+                traffic=self.traffic,
                 clock=self._clock,
             )
             if self.config.debug_poison:
@@ -374,6 +428,7 @@ def _description(config: WorkerConfig, facts: DeviceFacts, epoch: int, key: byte
         pages_address="",
         fingerprint_key=key,
         attention_backend=facts.attention_backend,
+        attention_backend_reason=facts.attention_backend_reason,
         device_name=facts.device_name,
         device_memory_bytes=facts.device_memory_bytes,
         versions=facts.versions,

@@ -121,6 +121,13 @@ def socket_folder(worker_id: str, environment: Mapping[str, str]) -> Path:
     return root / worker_id
 
 
+def state_folder(environment: Mapping[str, str]) -> Path:
+    """Folder of what a process leaves behind for its user, as the XDG base directories have it."""
+    base = environment.get("XDG_STATE_HOME")
+    home = Path(environment.get("HOME") or tempfile.gettempdir())
+    return (Path(base) if base else home / ".local" / "state") / "kvatlas"
+
+
 def _add_flag(parser: argparse.ArgumentParser, setting: Any) -> None:
     flag = "--" + setting.name.replace("_", "-")
     text = setting.metadata["help"].replace("%", "%%")

@@ -243,14 +243,26 @@ def test_a_folder_that_cannot_be_made_refuses_the_start_and_nothing_else(tmp_pat
 
 def test_a_failed_audit_leaves_a_recording_of_what_just_was(worker: RecordedWorker) -> None:
     run(worker, 100)
-    worker.recorder.dump("refcount: references of page 7: expected 2, found 3")
-    worker.recorder.dump("again")
+    violation = cache_pb2.IntegrityViolation(subject="references of page 7", expected="2", found="3")
+    worker.recorder.found([violation], "refcount: references of page 7: expected 2, found 3")
+    worker.recorder.found([violation], "again")
     worker.recorder.turn()
     (info,) = worker.store.summaries()
     assert info.cause is EndCause.AUDIT
     assert info.note == "refcount: references of page 7: expected 2, found 3"
     replay = open_recording(path_of(worker, info.recording_id))
-    assert replay.run().num_events == worker.scheduler.cache.events.number, "from the first event on"
+    report = replay.run()
+    assert report.num_events == worker.scheduler.cache.events.number, "from the first event on"
+    assert ["references of page 7" in each for each in report.violations] == [True]
+
+
+def test_a_recording_that_runs_notes_what_an_audit_finds(worker: RecordedWorker) -> None:
+    worker.recorder.start_recording(RecordingOptions())
+    worker.recorder.found([cache_pb2.IntegrityViolation(subject="page 3")], "trie: page 3")
+    run(worker, 20)
+    info = worker.recorder.stop_recording("")
+    assert [each.recording_id for each in worker.store.summaries()] == [info.recording_id]
+    assert open_recording(path_of(worker, info.recording_id)).run().violations == ['subject: "page 3"']
 
 
 def test_too_much_work_is_refused(worker: RecordedWorker) -> None:

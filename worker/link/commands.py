@@ -5,6 +5,7 @@ Owns the open calls; a call that nobody answered in time is answered here, and a
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 from kvatlas.worker.v1 import worker_pb2
 from worker.link.codec import Unfit, plane
@@ -43,14 +44,32 @@ class CallRefused(Exception):
         self.message = message
 
 
+class OtherDesk(Protocol):
+    """Takes calls that neither engine nor observer answer."""
+
+    kinds: frozenset[str]  # of Command
+
+    def take(self, ticket: Ticket, command: worker_pb2.Command, seconds: float) -> None:
+        """Passes a call on that is to be answered within so many seconds. Raises CallRefused."""
+        ...
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Nobody waits for the answer any more; may come for any call."""
+        ...
+
+
 class CommandDesk:
     """Takes calls in, hands them to the thread that can answer, and sees to it that each has one end."""
 
     def __init__(
-        self, to_engine: Callable[[EngineCommand], None], to_observer: Callable[[ObserverCall], bool]
+        self,
+        to_engine: Callable[[EngineCommand], None],
+        to_observer: Callable[[ObserverCall], bool],
+        other: OtherDesk | None = None,
     ) -> None:
         self._to_engine = to_engine
         self._to_observer = to_observer
+        self._other = other
         self._open: dict[Ticket, float] = {}  # when each open call runs out
         self._open_by_source: dict[str, int] = {}
         self._next_device_read = 0.0
@@ -65,13 +84,16 @@ class CommandDesk:
         if kind == "cancel":
             self.claim(Ticket(source, command.cancel.command_id), is_last=True)
             return None
+        seconds = min(command.timeout_ms / 1000 or DEFAULT_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS)
         try:
             self._check(ticket, is_ready)
-            self._pass_on(ticket, kind, command, now)
+            if self._other is not None and kind in self._other.kinds:
+                self._other.take(ticket, command, seconds)
+            else:
+                self._pass_on(ticket, kind, command, now)
         except CallRefused as refused:
             return CallFailure(ticket, refused.error, refused.reason, refused.message)
-        asked = command.timeout_ms / 1000 or DEFAULT_TIMEOUT_SECONDS
-        self._open[ticket] = now + min(asked, MAX_TIMEOUT_SECONDS)
+        self._open[ticket] = now + seconds
         self._open_by_source[source] = self._open_by_source.get(source, 0) + 1
         return None
 
@@ -166,6 +188,8 @@ class CommandDesk:
 
     def _end(self, ticket: Ticket) -> None:
         del self._open[ticket]
+        if self._other is not None:
+            self._other.cancel(ticket)
         self._open_by_source[ticket.source] -= 1
         if not self._open_by_source[ticket.source]:
             del self._open_by_source[ticket.source]

@@ -18,7 +18,7 @@ from worker.channels import CommandQueue, OutputQueue
 from worker.description import WorkerState
 from worker.link import codec, integrity_codec, status_codec
 from worker.link.addresses import bind, last_endpoint
-from worker.link.commands import CommandDesk
+from worker.link.commands import CommandDesk, OtherDesk
 from worker.link.peers import Peer, Peers, Refused
 from worker.log import log_event, trace_id_of
 from worker.messages import (
@@ -65,6 +65,7 @@ class EngineLink:
         outputs: OutputQueue[LinkMessage],
         status: StatusBoard,
         to_observer: Callable[[ObserverCall], bool],
+        other_desk: OtherDesk | None = None,
         on_failure: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         silence_seconds: float = SILENCE_SECONDS,
@@ -76,7 +77,7 @@ class EngineLink:
         self._clock = clock
         self._silence_seconds = silence_seconds
         self._peers = Peers()
-        self._desk = CommandDesk(commands.put, to_observer)
+        self._desk = CommandDesk(commands.put, to_observer, other_desk)
         self.sequence_mismatches = 0  # heartbeats of services whose live count differs from ours
         self._is_stopping = False
         self._beats_at_once = False

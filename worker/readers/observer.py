@@ -52,7 +52,10 @@ class Fold:
 class Sink(Protocol):
     """Who publishes the fold. All calls come from the observer's thread."""
 
-    dropped_events: int  # that its readers were never sent
+    @property
+    def dropped_events(self) -> int:
+        """Page events that its readers were never sent."""
+        ...
 
     def open(self) -> None:
         """First call."""
@@ -82,6 +85,7 @@ class Observer:
         on_load: Callable[[LoadView], None],
         on_failure: Callable[[], None],
         sink: Sink,
+        recorder_dropped: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ring = ring
@@ -90,6 +94,7 @@ class Observer:
         self._on_load = on_load
         self._on_failure = on_failure
         self._sink = sink
+        self._recorder_dropped = recorder_dropped
         self._clock = clock
         self._fold = Fold(num_pages, page_size)
         self._waits_for_snapshot = False
@@ -227,7 +232,11 @@ class Observer:
             idle_seconds=self._idle_seconds,
             checks=self._fold.audits.counts(),
             last_success_seconds=self._fold.audits.last_success_ns / 1e9,
-            dropped={"observer": self._lost_events, "feed": self._sink.dropped_events, "recorder": 0},
+            dropped={
+                "observer": self._lost_events,
+                "feed": self._sink.dropped_events,
+                "recorder": self._recorder_dropped(),
+            },
             pressure_seconds=self._pool_meters.pressure_seconds(),
             graphs=self._meter.graphs,
             memory_bytes=self.memory.bytes_by_kind,

@@ -10,9 +10,10 @@ import logging
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvatlas.v1 import cache_pb2
 from worker.channels import Handover
 from worker.log import log_event
 from worker.pages.events import EventRing
@@ -74,6 +75,7 @@ class Recorder:
         start_time: float,
         ask_for_ledger: AskForLedger,
         look: Callable[[], tuple[PoolTotals, int]] | None = None,
+        records_audits: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store = store
@@ -86,6 +88,7 @@ class Recorder:
         self._ledger = Ledger(num_pages, page_size)
         self._ask_for_ledger = ask_for_ledger
         self._look = look
+        self._records_audits = records_audits
         self._clock = clock
         self._recording: Recording | None = None
         self._options = RecordingOptions()
@@ -115,9 +118,9 @@ class Recorder:
         """Many events came."""
         self._wake.set()
 
-    def dump(self, why: str) -> None:
-        """An audit failed: what the ring still holds goes to a file at once, at most every ten minutes."""
-        self.submit(lambda recorder: recorder.dump_now(why))
+    def found(self, violations: Sequence[cache_pb2.IntegrityViolation], why: str) -> None:
+        """An audit failed: that is noted, or what the ring still holds goes to a file at once."""
+        self.submit(lambda recorder: recorder.note_violations(violations, why))
 
     def close(self) -> None:
         """Ends a recording that runs, then the thread; idempotent."""
@@ -150,7 +153,7 @@ class Recorder:
         """Reads what came, writes what is recorded, does what was asked."""
         if self._look is not None:
             pool, preemptions = self._look()
-            self.log.look(self._now_us(), pool, preemptions)
+            self.log.look(self.now_us(), pool, preemptions)
         self._take_ledger()
         self._take_traffic()
         self._follow()
@@ -241,13 +244,13 @@ class Recorder:
     @property
     def running(self) -> RecordingSummary | None:
         """The recording that runs."""
-        return None if self._recording is None else self._recording.summary(self._now_us())
+        return None if self._recording is None else self._recording.summary(self.now_us())
 
     def start_recording(self, options: RecordingOptions) -> RecordingSummary:
         """Begins one. Raises RecorderBusy, OSError."""
         if self._recording is not None:
             raise RecorderBusy(self._recording.recording_id)
-        since_us = self._now_us() - int(options.lookback_seconds * 1e6)
+        since_us = self.now_us() - int(options.lookback_seconds * 1e6)
         self._wind_to(max(0, since_us) if options.lookback_seconds else None)
         self._begin(options, max(0, since_us))
         recording = self._recording
@@ -255,7 +258,7 @@ class Recorder:
         self._write_past(recording, self._ledger.revision, since_us)
         self._follow()
         log_event(logger, logging.INFO, "recording_started", recording=recording.recording_id)
-        return recording.summary(self._now_us())
+        return recording.summary(self.now_us())
 
     def _begin(self, options: RecordingOptions, start_us: int) -> None:
         self._recording = Recording(
@@ -269,7 +272,8 @@ class Recorder:
         self._options = options
         self._ends = self._clock() + options.max_seconds
 
-    def _now_us(self) -> int:
+    def now_us(self) -> int:
+        """Time since the start of the epoch."""
         return int((self._clock() - self._start_time) * 1e6)
 
     def _wind_to(self, since_us: int | None) -> None:
@@ -306,10 +310,14 @@ class Recorder:
             return self._end(EndCause.STOPPED)
         return self.store.find(recording_id)
 
-    def dump_now(self, why: str) -> None:
-        """A recording of what just was; one that runs has it already."""
-        now = self._clock()
-        if self._recording is not None or now < self._next_dump:
+    def note_violations(self, violations: Sequence[cache_pb2.IntegrityViolation], why: str) -> None:
+        """Into the recording that runs, or into one of what just was, at most every ten minutes."""
+        recording, now = self._recording, self._clock()
+        if recording is not None:
+            for violation in violations:
+                recording.violation(violation)
+            return
+        if not self._records_audits or now < self._next_dump:
             return
         self._next_dump = now + DUMP_INTERVAL_SECONDS
         try:
@@ -317,6 +325,7 @@ class Recorder:
         except OSError as error:
             log_event(logger, logging.ERROR, "recording_failed", why=error)
             return
+        self.note_violations(violations, why)
         self._end(EndCause.AUDIT)
 
     def _end(self, cause: EndCause, why: str = "") -> RecordingSummary:
@@ -324,7 +333,7 @@ class Recorder:
         assert recording is not None, "nothing is recorded"
         if why:
             recording.failure = recording.failure or why
-        summary = recording.end(cause, self._ledger, self._now_us())
+        summary = recording.end(cause, self._ledger, self.now_us())
         self.store.remember(summary)
         level = logging.ERROR if cause is EndCause.DISK else logging.INFO
         log_event(
@@ -345,7 +354,7 @@ class Recorder:
         if not self._options.rotate:
             return
         try:
-            self._begin(self._options, self._now_us())
+            self._begin(self._options, self.now_us())
         except OSError as error:
             log_event(logger, logging.ERROR, "recording_failed", why=error)
             return

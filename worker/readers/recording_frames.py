@@ -104,7 +104,9 @@ class FrameMaker:
         batch.first_time.FromNanoseconds(self.wall_ns(int(times[0])))
         if len(events.tokens):
             nothing = bytes(4 * self._geometry.page_size)
-            batch.token_ids = b"".join([events.tokens[at] or nothing for at in np.flatnonzero(sealed)])
+            batch.token_ids = b"".join(
+                [events.tokens[at] or nothing for at in np.flatnonzero(sealed).tolist()]
+            )
         return Frame(events=batch)
 
     def request(self, request: LoggedRequest, token_ids: Sequence[int] = ()) -> Frame:

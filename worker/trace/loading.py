@@ -10,9 +10,10 @@ from worker.ids import NO_PAGE
 from worker.pages.events import EventColumns, PageFlag
 from worker.pages.events import PageEventKind as Kind
 from worker.readers.samples import LoggedEnd, LoggedRequest
+from worker.scheduling.settings import SchedulerConfig
 from worker.trace.building import trace_requests
 from worker.trace.observed import Observed, observe
-from worker.trace.recording import Header, MapAt, Recording
+from worker.trace.recording import MapAt, Recording
 from worker.trace.step_time import StepTime, fit
 from worker.trace.workload import CachedPage, Limits, Trace
 
@@ -145,6 +146,20 @@ def load(path: Path) -> Loaded:
     )
 
 
+def limits_message(config: SchedulerConfig, *, overlap: bool = False) -> cache_pb2.SchedulerLimits:
+    """What a recording says of the scheduler."""
+    return cache_pb2.SchedulerLimits(
+        max_running_sequences=config.max_running,
+        max_step_tokens=config.max_step_tokens,
+        max_context_tokens=config.max_context_tokens,
+        max_queued_requests=config.max_queued_requests,
+        max_chunk_tokens=config.max_chunk_tokens,
+        watermark_pages=config.num_watermark_pages,
+        overlap=overlap,
+        prefix_cache=config.cache.sharing,
+    )
+
+
 def limits_of(limits: cache_pb2.SchedulerLimits, num_pages: int) -> Limits:
     """The recorded limits; the watermark as a share, since the pool will be another."""
     return Limits(
@@ -171,6 +186,3 @@ def _cached(found: MapAt | None) -> Sequence[CachedPage]:
         for page, flags in enumerate(planes.flags)
         if flags & PageFlag.SEALED
     ]
-
-
-__all__ = ["Header", "Loaded", "limits_of", "load"]

@@ -51,9 +51,13 @@ def observe(
             num_requests += 1
             queue_us += first.queue_us
             totals = [total + count for total, count in zip(totals, first.prefix, strict=True)]
+    hit, cold, evicted, unaligned = totals
     return Observed(
         num_requests,
-        *totals,
+        hit,
+        cold,
+        evicted,
+        unaligned,
         preemptions=preemptions,
         evictions=evictions,
         mean_wasted_slots=mean_wasted_slots,

@@ -43,8 +43,16 @@ class MapAt:
     sharers: dict[int, list[int]] = field(default_factory=dict)
 
 
-Item = MapAt | EventColumns | cache_pb2.RequestRecord | cache_pb2.SequenceRecord | cache_pb2.StepBatch
-Item = Item | cache_pb2.RecordingGap | cache_pb2.RecordingEnd | cache_pb2.IntegrityViolation
+Item = (
+    MapAt
+    | EventColumns
+    | cache_pb2.RequestRecord
+    | cache_pb2.SequenceRecord
+    | cache_pb2.StepBatch
+    | cache_pb2.RecordingGap
+    | cache_pb2.IntegrityViolation
+    | cache_pb2.RecordingEnd
+)
 
 
 class Recording:

@@ -59,7 +59,8 @@ def fit(
     weights = 1.0 / np.maximum(taken, np.quantile(taken, 0.1))
     found = _non_negative(table * weights[:, None], taken * weights)
     error = float(np.median(np.abs(table @ found - taken) / taken))
-    return StepTime(*found.tolist(), median_error=error, num_steps=len(taken))
+    base, prompt, sequence, token = found.tolist()
+    return StepTime(base, prompt, sequence, token, median_error=error, num_steps=len(taken))
 
 
 def _non_negative(table: Floats, wanted: Floats) -> Floats:

@@ -20,6 +20,7 @@ from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.settings import SchedulerConfig
 from worker.scheduling.step import Step, StepResult
+from worker.trace.loading import limits_message
 from worker.traffic import TRAFFIC_LIMIT, TimedStep, TrafficQueue
 
 EPOCH_NS = 1_700_000_000_000_000_000
@@ -119,21 +120,7 @@ def frame_maker(config: SchedulerConfig) -> FrameMaker:
     )
     keys = PrefixKeys(KEY, cache.page_size)
     return FrameMaker(
-        geometry=geometry, limits=scheduler_limits(config), granularity=keys.granularity, model="test"
-    )
-
-
-def scheduler_limits(config: SchedulerConfig, *, overlap: bool = False) -> cache_pb2.SchedulerLimits:
-    """What a recording says of the scheduler."""
-    return cache_pb2.SchedulerLimits(
-        max_running_sequences=config.max_running,
-        max_step_tokens=config.max_step_tokens,
-        max_context_tokens=config.max_context_tokens,
-        max_queued_requests=config.max_queued_requests,
-        max_chunk_tokens=config.max_chunk_tokens,
-        watermark_pages=config.num_watermark_pages,
-        overlap=overlap,
-        prefix_cache=config.cache.sharing,
+        geometry=geometry, limits=limits_message(config), granularity=keys.granularity, model="test"
     )
 
 
