@@ -16,13 +16,11 @@ from typing import cast
 
 import torch
 
-from kernels.backend import AttentionBackend
 from kernels.cpu.library import cpu_library
-from kernels.cpu_backend import CpuBackend
 from kernels.fp8 import E4M3
-from kernels.reference import ReferenceBackend
 from kvatlas.models.files import ModelFiles
 from kvatlas.models.resolve import resolve_model
+from worker.attention_backends import make_backend
 from worker.attention_choice import Choice, choose, look_around
 from worker.config import ConfigError, WorkerConfig
 from worker.description import ModelDescription
@@ -94,7 +92,7 @@ class TorchDevice:
         with log_phase(logger, "weights"):
             model = _load(files, config, device, dtype, is_fast_cpu=choice.name == "cpu")
         shape = model.config
-        backend = _backend(choice, shape, config, device, kv_dtype)
+        backend = make_backend(choice, shape, config, device, kv_dtype)
         runner_config = RunnerConfig(
             max_running=config.max_running,
             max_context=config.max_context,
@@ -167,52 +165,6 @@ def _linear_factory(config: WorkerConfig) -> LinearFactory:
     if config.deterministic:
         return invariant_linear
     return fp8_linear if config.weight_dtype == "fp8" else torch_linear
-
-
-def _backend(
-    choice: Choice, shape: ModelConfig, config: WorkerConfig, device: torch.device, kv_dtype: torch.dtype
-) -> AttentionBackend:
-    """The chosen one, made. Raises ConfigError with what its maker says."""
-    heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
-    makers: dict[str, Callable[[], AttentionBackend]] = {
-        "reference": ReferenceBackend,
-        "cpu": CpuBackend,
-        "triton": lambda: _triton(heads, config),
-        "flashinfer": lambda: _flashinfer(choice, heads, config, device, kv_dtype),
-        "paged_cuda": lambda: _paged_cuda(heads, config, device, kv_dtype),
-    }
-    try:
-        return makers[choice.name]()
-    except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"attention_backend: {choice.name}: {error}") from error
-
-
-def _triton(heads: tuple[int, int, int], config: WorkerConfig) -> AttentionBackend:
-    if config.deterministic:
-        invariant = import_module("kernels.invariant_backend").InvariantBackend
-        return cast(AttentionBackend, invariant(*heads[:2]))
-    backend = import_module("kernels.triton_backend").TritonBackend
-    return cast(AttentionBackend, backend(*heads, config.max_context))
-
-
-def _flashinfer(
-    choice: Choice,
-    heads: tuple[int, int, int],
-    config: WorkerConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> AttentionBackend:
-    backend = import_module("kernels.flashinfer_backend").FlashInferBackend
-    decode = _triton(heads, config) if choice.decode else None
-    made = backend(*heads, page_size=config.page_size, dtype=dtype, device=device, decode=decode)
-    return cast(AttentionBackend, made)
-
-
-def _paged_cuda(
-    heads: tuple[int, int, int], config: WorkerConfig, device: torch.device, dtype: torch.dtype
-) -> AttentionBackend:
-    backend = import_module("kernels.paged_cuda.backend").PagedCudaBackend
-    return cast(AttentionBackend, backend(*heads, page_size=config.page_size, dtype=dtype, device=device))
 
 
 def _device(config: WorkerConfig) -> torch.device:
