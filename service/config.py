@@ -23,6 +23,9 @@ class ServiceConfig:
 
     # Who listens where, and who computes.
     address: str = option("127.0.0.1:50051", "public listener: host:port, or unix:/path of mode 0600")
+    admin_address: str = option(
+        "", "admin listener: host:port of the loopback, or unix:/path of mode 0600; empty: none"
+    )
     insecure: bool = option(False, "allow plaintext on an address that is not loopback")
     metrics_address: str = option("127.0.0.1:9101", "host:port of /metrics, /healthz, /readyz; empty: none")
     workers: tuple[str, ...] = option(
@@ -91,6 +94,10 @@ class ServiceConfig:
             host = self.address.rpartition(":")[0].strip("[]")
             if host not in LOOPBACK_HOSTS and not self.insecure:
                 faults.append(f"address: {self.address} is plaintext and not loopback; --insecure allows it")
+        if self.admin_address and not self.admin_address.startswith("unix:"):
+            faults += _address_faults("admin_address", self.admin_address)
+            if self.admin_address.rpartition(":")[0].strip("[]") not in LOOPBACK_HOSTS:
+                faults.append(f"admin_address: {self.admin_address} is plaintext and not loopback")
         if self.metrics_address:
             faults += _address_faults("metrics_address", self.metrics_address)
         for worker in self.workers:

@@ -32,6 +32,7 @@ from service.fleet.mirror_metrics import MirrorCollector
 from service.fleet.mirrors import PageMirrors
 from service.fleet.workers import WorkerPool
 from service.guard import Guard
+from service.handlers.admin import AdminServicer
 from service.handlers.backstage import Backstage
 from service.handlers.cache import CacheServicer
 from service.handlers.generation import GenerationServicer
@@ -59,6 +60,7 @@ PUBLIC_SERVICES = (
     cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name,
     server_pb2.DESCRIPTOR.services_by_name["ServerService"].full_name,
 )
+ADMIN_SERVICES = (server_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,)
 ABORT_SECONDS = 1.0  # for handlers to end with a status of their own once they must
 STOP_SECONDS = 2.0  # for their `finally` after that
 HEALTH_SECONDS = 0.5
@@ -116,9 +118,11 @@ class Service:
         metrics.read_at_scrape(queue_tokens=live.unread_tokens, waiting=live.untaken)
         self._ops = OpsServer(registry, self._is_ready)
         self._server: grpc.aio.Server | None = None
+        self._admin: grpc.aio.Server | None = None
         self._hurry = asyncio.Event()
         self._health_timer: asyncio.TimerHandle | None = None
         self.port = 0  # of the public listener
+        self.admin_port = 0
         self.metrics_port = 0
 
     async def start(self) -> None:
@@ -131,10 +135,16 @@ class Service:
         self._server = grpc.aio.server(interceptors=(telemetry, guard), options=options)
         self._add_services(self._server)
         self.port = _listen(self._server, config.address)
+        if config.admin_address:
+            self._admin = grpc.aio.server(interceptors=(telemetry, guard), options=options)
+            self._add_admin(self._admin)
+            self.admin_port = _listen(self._admin, config.admin_address)
         await self._start_ops()
         self.backstage.pool.watch(self._refresh_health)
         self.backstage.pool.open()
         await self._server.start()
+        if self._admin is not None:
+            await self._admin.start()
         self.backstage.board.set(health.PROCESS, is_serving=True)
         self._tick()
         log.info(
@@ -151,8 +161,9 @@ class Service:
         idle = self._unless_hurried(self._idle_within(self._config.grace))
         await asyncio.gather(listen, idle)
         await self._end_rest()
-        if self._server is not None:
-            await self._server.stop(0)
+        for server in (self._server, self._admin):
+            if server is not None:
+                await server.stop(0)
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_SECONDS):
                 await backstage.live.wait_until_empty()
@@ -180,6 +191,12 @@ class Service:
         add(CacheServicer(self.backstage, self._mirrors), server)
         health.add_health(server, self.backstage.board)
         add_reflection(server, PUBLIC_SERVICES)
+
+    def _add_admin(self, server: grpc.aio.Server) -> None:
+        add: Any = server_pb2_grpc.add_AdminServiceServicer_to_server
+        add(AdminServicer(self._mirrors), server)
+        health.add_health(server, self.backstage.board)
+        add_reflection(server, ADMIN_SERVICES)
 
     async def _start_ops(self) -> None:
         if not self._config.metrics_address:
@@ -247,8 +264,9 @@ class Service:
         self.backstage.pool.close()
         self._ops.close()
         self._threads.close()
-        if self._config.address.startswith("unix:"):
-            Path(self._config.address.removeprefix("unix:")).unlink(missing_ok=True)
+        for address in (self._config.address, self._config.admin_address):
+            if address.startswith("unix:"):
+                Path(address.removeprefix("unix:")).unlink(missing_ok=True)
 
 
 def _tracing(config: ServiceConfig) -> "Tracing | None":

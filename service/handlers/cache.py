@@ -7,6 +7,7 @@ import asyncio
 import base64
 import binascii
 import json
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,11 +22,11 @@ from service import errors
 from service.errors import Failure, Violation
 from service.fleet import page_codec
 from service.fleet.feed import NO_PAGE, PLANES, SequenceRecord
-from service.fleet.link import CommandFailed, WorkerUnavailable
-from service.fleet.mirrors import KeptMirror, PageMirrors, replies_to
+from service.fleet.mirrors import KeptMirror, PageMirrors
 from service.fleet.page_mirror import PageMirror, Standing
 from service.fleet.sequence_mirror import holders
 from service.handlers import cache_messages as messages
+from service.handlers.asking import ask, asked, named_worker
 from service.handlers.backstage import Backstage
 from service.handlers.cache_messages import Viewer
 from service.handlers.convert import to_duration, to_timestamp
@@ -37,6 +38,8 @@ MAX_EVENTS = 100
 MAX_ROWS = 64
 MAX_RESULTS, DEFAULT_RESULTS = 1_000, 100
 CURSOR_SECONDS = 60.0
+MAX_ESTIMATES = 256
+MAX_ESTIMATE_SECONDS = 60.0
 COMMAND_SECONDS = 10.0
 CHECK_SECONDS = 60.0
 MIN_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.05, 10.0
@@ -143,19 +146,13 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         if request.from_device and not viewer.is_admin:
             raise _missing_scope("admin")
         kept = self._kept(request.worker_id)
-        try:
-            command = worker_pb2.Command(page_table=request)
-            async with replies_to(kept.link, command, timeout=COMMAND_SECONDS) as replies:
-                async for reply in replies:
-                    row = reply.page_table
-                    record = kept.mirror.sequences.by_owner(row.owner)
-                    if not viewer.is_admin and (record is None or not viewer.may_name(record)):
-                        row.request_id = ""
-                    await context.write(row)
-        except CommandFailed as failed:
-            raise _failure(failed) from failed
-        except WorkerUnavailable as gone:
-            raise errors.not_ready() from gone
+        async with asked(kept, worker_pb2.Command(page_table=request), COMMAND_SECONDS) as replies:
+            async for reply in replies:
+                row = reply.page_table
+                record = kept.mirror.sequences.by_owner(row.owner)
+                if not viewer.is_admin and (record is None or not viewer.may_name(record)):
+                    row.request_id = ""
+                await context.write(row)
 
     # -- sequences -----------------------------------------------------------------------------------
 
@@ -205,10 +202,12 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         raise errors.sequence_not_found(request.request_id)
 
     async def EstimateCache(self, request: pb.EstimateCacheRequest, context: Any) -> pb.EstimateCacheResponse:
-        """Not a feature of this release."""
-        raise errors.feature_disabled("estimate_cache")
-
-    # -- the audit -----------------------------------------------------------------------------------
+        """What other settings would have given; the worker works on it beside its engine."""
+        _check_estimate(request)
+        left = context.time_remaining()
+        timeout = MAX_ESTIMATE_SECONDS if left is None else min(left, MAX_ESTIMATE_SECONDS)
+        reply = await self._ask(request.worker_id, worker_pb2.Command(estimate=request), timeout)
+        return reply.estimate
 
     async def GetIntegrity(self, request: pb.GetIntegrityRequest, context: Any) -> pb.GetIntegrityResponse:
         """What the worker's live audit has found."""
@@ -232,31 +231,14 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self, worker_id: str, command: worker_pb2.Command, timeout: float
     ) -> worker_pb2.CommandReply:
         """The one reply of a worker to a command. Raises Failure."""
-        kept = self._kept(worker_id)
-        try:
-            async with replies_to(kept.link, command, timeout=timeout) as replies:
-                return await anext(replies)
-        except CommandFailed as failed:
-            raise _failure(failed) from failed
-        except (WorkerUnavailable, TimeoutError) as gone:
-            raise errors.not_ready() from gone
+        return await ask(self._kept(worker_id), command, timeout)
 
     def _viewer(self) -> Viewer:
         return self._viewer_of(current_call.get())
 
     def _kept(self, worker_id: str) -> KeptMirror:
         """The mirror of the worker that is named, or of the only one. Raises Failure."""
-        known = self._mirrors.kept
-        if not worker_id:
-            if len(known) > 1:
-                raise errors.worker_id_required([each.mirror.worker_id for each in known])
-            if not known:
-                raise errors.not_ready()
-            return known[0]
-        for each in known:
-            if each.mirror.worker_id == worker_id:
-                return each
-        raise errors.worker_not_found(f"no worker has the id {worker_id[:128]!r}")
+        return named_worker(self._mirrors, worker_id)
 
     def _whole(self, worker_id: str) -> KeptMirror:
         """The same with a map in it."""
@@ -385,6 +367,24 @@ def _duration(found: Violations, request: Any, name: str, low: float, high: floa
     return value
 
 
+def _check_estimate(request: pb.EstimateCacheRequest) -> None:
+    """Raises Failure with all that is wrong, but for what only the worker knows."""
+    found = Violations()
+    for name, most in (("pool_slots", 32), ("page_sizes", 8), ("eviction_policies", 8)):
+        if len(getattr(request, name)) > most:
+            found.add(name, f"{len(getattr(request, name))} are more than {most}")
+    lengths = (
+        len(request.pool_slots) or 8,
+        len(request.page_sizes) or 1,
+        len(request.eviction_policies) or 1,
+    )
+    if math.prod(lengths) > MAX_ESTIMATES:
+        found.add("pool_slots", f"{math.prod(lengths)} combinations are more than {MAX_ESTIMATES}")
+    if request.HasField("window") and seconds(request.window) <= 0:
+        found.add("window", "is not positive")
+    _refuse(found)
+
+
 def _refuse(found: Violations) -> None:
     if found.found:
         raise errors.invalid_fields(found.found)
@@ -394,13 +394,3 @@ def _missing_scope(scope: str) -> Failure:
     return Failure(
         grpc.StatusCode.PERMISSION_DENIED, "MISSING_SCOPE", f"needs the scope {scope}", {"scope": scope}
     )
-
-
-def _failure(failed: CommandFailed) -> Failure:
-    """A worker's no as the client's."""
-    status = next(
-        (each for each in grpc.StatusCode if each.value[0] == failed.code), grpc.StatusCode.INTERNAL
-    )
-    reason = errors.reason_name(failed.error_reason)
-    retry_ms = 1000 if status is grpc.StatusCode.RESOURCE_EXHAUSTED else None
-    return Failure(status, reason, failed.message, retry_ms=retry_ms)

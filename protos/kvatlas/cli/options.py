@@ -105,6 +105,7 @@ _SERVE = Command(
             "l",
             "ADDR",
         ),
+        Option("admin_port", int, "port of AdminService on the loopback; else the one after the listener's"),
         Option("runner", str, "what computes; fake needs no torch", "torch", choices=("torch", "fake")),
         Option("device", str, "device of the runner", "cpu", choices=("cpu", "cuda")),
         Option("page_size", int, "tokens per page; 0: the worker's default", 0),

@@ -33,6 +33,7 @@ class Place:
 
     folder: Path
     address: str  # gRPC
+    admin_address: str
     metrics_port: int
     worker_metrics_port: int
 
@@ -69,15 +70,25 @@ def _choose_place(settings: Namespace) -> Place:
     }
     is_unix = settings.listen.startswith("unix:")
     if not is_unix:
-        wanted["--listen"] = split_address(settings.listen)
+        host, port = split_address(settings.listen)
+        wanted["--listen"] = (host, port)
+        wanted["--admin-port"] = _admin_place(settings, port)
     ports = choose_ports(wanted)
     host = settings.listen.rpartition(":")[0]
     return Place(
         folder=config.make_runtime_folder(),
         address=settings.listen if is_unix else f"{host}:{ports['--listen']}",
+        admin_address=f"{settings.listen}.admin" if is_unix else f"{LOOPBACK}:{ports['--admin-port']}",
         metrics_port=ports["--metrics-port"],
         worker_metrics_port=ports["--worker-metrics-port"],
     )
+
+
+def _admin_place(settings: Namespace, port: int) -> tuple[str, int]:
+    """What was asked for, or the port after the listener's; any free one beside any free one."""
+    if settings.admin_port is not None:
+        return LOOPBACK, int(settings.admin_port)
+    return LOOPBACK, port + 1 if port else 0
 
 
 def _worker(settings: Namespace, place: Place) -> ChildSpec:
@@ -101,6 +112,7 @@ def _worker(settings: Namespace, place: Place) -> ChildSpec:
 def _service(settings: Namespace, place: Place) -> ChildSpec:
     flags = {
         "address": place.address,
+        "admin-address": place.admin_address,
         "workers": f"ipc://{place.folder}/engine",
         "model": settings.model,
         "metrics-address": f"{LOOPBACK}:{place.metrics_port}",

@@ -1,0 +1,59 @@
+"""Asking workers: which one a request means, and what its no means for the client."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+from kvatlas.worker.v1 import worker_pb2
+from service import errors
+from service.errors import Failure
+from service.fleet.link import CommandFailed, WorkerUnavailable
+from service.fleet.mirrors import KeptMirror, PageMirrors, replies_to
+
+
+def named_worker(mirrors: PageMirrors, worker_id: str) -> KeptMirror:
+    """The mirror of the worker that is named, or of the only one. Raises Failure."""
+    known = mirrors.kept
+    if not worker_id:
+        if len(known) > 1:
+            raise errors.worker_id_required([each.mirror.worker_id for each in known])
+        if not known:
+            raise errors.not_ready()
+        return known[0]
+    for each in known:
+        if each.mirror.worker_id == worker_id:
+            return each
+    raise errors.worker_not_found(f"no worker has the id {worker_id[:128]!r}")
+
+
+@asynccontextmanager
+async def asked(
+    kept: KeptMirror, command: worker_pb2.Command, timeout: float
+) -> AsyncIterator[AsyncIterator[worker_pb2.CommandReply]]:
+    """The replies of a worker to a command. Raises Failure."""
+    try:
+        async with replies_to(kept.link, command, timeout=timeout) as replies:
+            yield replies
+    except CommandFailed as failed:
+        raise failure_of(failed) from failed
+    except (WorkerUnavailable, TimeoutError) as gone:
+        raise errors.not_ready() from gone
+
+
+async def ask(kept: KeptMirror, command: worker_pb2.Command, timeout: float) -> worker_pb2.CommandReply:
+    """The one reply of a worker to a command. Raises Failure."""
+    async with asked(kept, command, timeout) as replies:
+        return await anext(replies)
+
+
+def failure_of(failed: CommandFailed) -> Failure:
+    """A worker's no as the client's."""
+    status = next(
+        (each for each in grpc.StatusCode if each.value[0] == failed.code), grpc.StatusCode.INTERNAL
+    )
+    reason = errors.reason_name(failed.error_reason)
+    if reason == "RECORDING_RUNNING":  # the message is the recording's id
+        return errors.recording_running(failed.message)
+    retry_ms = 1000 if status is grpc.StatusCode.RESOURCE_EXHAUSTED else None
+    return Failure(status, reason, failed.message, retry_ms=retry_ms)
