@@ -57,6 +57,9 @@ class WorkerConfig:
     max_batch_tokens: int = option(
         0, "tokens of one step at most; 0: as max_running needs", low=0, high=1 << 20
     )
+    max_chunk_tokens: int = option(
+        0, "tokens of one prompt in a step at most: streams wait less for a long one; 0: no limit", low=0
+    )
     max_context: int = option(0, "prompt plus output tokens at most; 0: the model's", low=0, high=1 << 24)
     max_queued: int = option(512, "waiting requests at most", low=1, high=1 << 20)
     overlap: bool | None = option(None, "launch a step before the last is committed; default: on CUDA only")
