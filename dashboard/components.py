@@ -34,7 +34,6 @@ def mount(
     *,
     key: str,
     on_picked: Callable[[], None] | None = None,
-    height: int | str = "content",
 ) -> Any:
     """Draws a module with `data`; what a person picks there is in the result's `picked`."""
     name = f"kvatlas_{module.removesuffix('.js')}"
@@ -46,7 +45,7 @@ def mount(
         "palette": PALETTE,
         **data,
     }
-    return component(key=key, data=told, height=height, on_picked_change=on_picked or _ignore)
+    return component(key=key, data=told, on_picked_change=on_picked or _ignore)
 
 
 def _ignore() -> None:

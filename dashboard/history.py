@@ -8,6 +8,7 @@ import zlib
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,7 +130,7 @@ def _arrays(columns: Columns) -> tuple[NDArray[np.generic], ...]:
 
 
 def _pack(page_ids: NDArray[np.uint32] | None, columns: Columns, used_ms: NDArray[np.uint32]) -> bytes:
-    parts = [] if page_ids is None else [page_ids.astype(np.uint32)]
+    parts: list[NDArray[Any]] = [] if page_ids is None else [page_ids.astype(np.uint32)]
     parts += [used_ms, columns.owners, columns.fill, columns.states, columns.refs]
     return zlib.compress(b"".join(part.tobytes() for part in parts), 1)
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,6 +89,10 @@ class LiveMap:
         self._unwritten: list[NDArray[np.uint32]] = []  # changed since the last entry of the history
         self._epoch = 0
 
+    @property
+    def _planes(self) -> Mapping[str, NDArray[Any]]:
+        return self.page_map.planes
+
     # taking messages
 
     def apply(self, message: pb.WatchPageMapResponse) -> bool:
@@ -114,7 +119,7 @@ class LiveMap:
             self._load = (running, waiting)
 
     def _before(self, page_ids: NDArray[np.uint32]) -> Mapping[str, NDArray[np.generic]]:
-        planes = self.page_map.planes
+        planes = self._planes
         parents = planes["parent_page_ids"][page_ids].astype(np.int64)
         known = parents != NO_PAGE
         parent_prints = np.where(known, planes["fingerprints"][np.where(known, parents, 0)], 0)
@@ -138,7 +143,7 @@ class LiveMap:
         self._recent.clear()
         self._unwritten.clear()
         self.spectrogram.resize(count, is_restart=is_restart)
-        self.history.add_key(self.clock_ms, self.uptime_ms, self.columns(), self.page_map.planes["used_ms"])
+        self.history.add_key(self.clock_ms, self.uptime_ms, self.columns(), self._planes["used_ms"])
 
     def _note(
         self,
@@ -155,7 +160,7 @@ class LiveMap:
         if before is None:
             return
         self._changed_at[page_ids] = self.revision
-        is_used = self.page_map.planes["used_ms"][page_ids] != before["used_ms"]
+        is_used = self._planes["used_ms"][page_ids] != before["used_ms"]
         self._used_at[page_ids[is_used]] = self.revision
         self._recent.append((self.revision, page_ids))
         self._unwritten.append(page_ids)
@@ -164,7 +169,7 @@ class LiveMap:
 
     def _follow_ghosts(self, page_ids: NDArray[np.uint32], before: Mapping[str, NDArray[np.generic]]) -> None:
         was = before["fingerprints"]
-        now = self.page_map.planes["fingerprints"][page_ids]
+        now = self._planes["fingerprints"][page_ids]
         changed = was != now
         left = changed & (was != 0)
         rows = zip(was[left].tolist(), before["parent_fingerprints"][left].tolist(), strict=True)
@@ -173,7 +178,7 @@ class LiveMap:
         self.ghosts.enter(now[changed & (now != 0)].tolist())
 
     def _write_history(self) -> None:
-        planes = self.page_map.planes
+        planes = self._planes
         if self.history.is_due(self.clock_ms):
             if self.history.needs_key(self.clock_ms):
                 self.history.add_key(self.clock_ms, self.uptime_ms, self.columns(), planes["used_ms"])
@@ -265,7 +270,7 @@ class LiveMap:
         """Pages as they are drawn: these, or all. A copy."""
         at: NDArray[np.uint32] | slice = slice(None) if page_ids is None else page_ids
         with self.lock:
-            planes = self.page_map.planes
+            planes = self._planes
             states = planes["states"][at] | ((planes["flags"][at] & 3) << 3)
             refs = np.minimum(planes["ref_counts"][at], 255)
             fill, owners = planes["filled_slots"][at], planes["owners"][at]
@@ -276,7 +281,7 @@ class LiveMap:
     def whole(self) -> Whole:
         """The map as of now."""
         with self.lock:
-            used = self.page_map.planes["used_ms"].astype(np.uint32)
+            used = self._planes["used_ms"].astype(np.uint32)
             return Whole(self.revision, self.clock_ms, np.uint32(self.uptime_ms) - used, self.columns())
 
     def since(self, seen: int) -> Change | None:

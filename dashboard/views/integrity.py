@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -128,7 +129,7 @@ def snapshot_bytes(follower: Follower) -> bytes:
     """All planes of one revision, for numpy.load."""
     live = follower.live_map
     with live.locked() as page_map:
-        planes = {name: page_map.planes[name].copy() for name in PLANES}
+        planes: dict[str, Any] = {name: page_map.planes[name].copy() for name in PLANES}
         revision = np.array([page_map.revision.epoch, page_map.revision.number], np.uint64)
     packed = io.BytesIO()
     np.savez_compressed(packed, revision=revision, **planes)

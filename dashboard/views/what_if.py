@@ -79,10 +79,8 @@ def _estimates(follower: Follower, geometry: Geometry) -> None:
 
 def _ask(question: tuple[str, tuple[int, ...], tuple[str, ...], str]) -> None:
     kept = st.session_state.get("estimate")
-    is_fresh = (
-        kept is not None and time.monotonic() - kept[1] < LEAST_SECONDS and not isinstance(kept[0], str)
-    )
-    if is_fresh and kept[2] == question:
+    is_same = kept is not None and kept[2] == question and not isinstance(kept[0], str)
+    if kept is not None and is_same and time.monotonic() - kept[1] < LEAST_SECONDS:
         st.toast("Asked less than a minute ago: the answer is the same.")
         return
     worker_id, sizes, policies, window = question
