@@ -66,6 +66,11 @@ class CommandQueue(Generic[T]):
         """Whether the writer may read its socket further."""
         return self._queue.qsize() < self._limit
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the reader has taken everything."""
+        return self._queue.empty()
+
     def put(self, command: T) -> None:
         """Adds one. Ends of services are put even past the bound: they are few, and must not be lost."""
         self._queue.put(command)

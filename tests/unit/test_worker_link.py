@@ -4,6 +4,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,8 @@ from worker.messages import (
 )
 from worker.scheduling.output import FinishCode, OutputColumns, SequenceEnd
 from worker.scheduling.request import AbortReason, AddOutcome, AddStatus, RequestSpec
-from worker.status import first_board
+from worker.stats import EngineCounts
+from worker.status import StepMark, first_board
 
 
 class Peer(TestService):
@@ -321,6 +323,25 @@ def test_a_lasting_difference_of_live_sequences_is_counted_and_a_passing_one_is_
     until(lambda: bench.link.sequence_mismatches == 1)
 
 
+def test_a_difference_within_one_long_step_is_none(bench: LinkBench) -> None:
+    """What a service began or ended waits for the step's end; a prompt on a busy CPU takes seconds."""
+    service = bench.service()
+    service.hello()
+    counts = EngineCounts(running_sequences=1)
+    bench.board.load = replace(bench.board.load, counts=counts)
+    for _ in range(20):
+        service.heartbeat(5)
+    service.add([1, 2])
+    bench.request()  # the heartbeats before it were read
+    assert bench.link.sequence_mismatches == 0
+    for step in range(1, 9):
+        bench.board.step = StepMark(step, time.monotonic())
+        service.heartbeat(5)
+        service.add([1, 2])
+        bench.request()
+    assert bench.link.sequence_mismatches > 0, "the engine went on and the difference stayed"
+
+
 def test_garbage_on_the_socket_is_survived(bench: LinkBench) -> None:
     service = bench.service()
     service._engine.send(b"\xff\xff\xff")
@@ -464,6 +485,16 @@ def test_device_reads_are_limited_to_one_a_second(bench: LinkBench) -> None:
     service.send_command(worker_pb2.Command(page_table=asked))
     (second,) = service.command(worker_pb2.Command(page_table=asked))
     assert (second.code, second.error_reason) == (8, 8)
+
+
+def test_checks_of_everything_are_limited_to_one_a_second(bench: LinkBench) -> None:
+    service = bench.service()
+    service.hello()
+    full = worker_pb2.Command(check_integrity=cache_pb2.RunIntegrityCheckRequest())
+    service.send_command(full)
+    (second,) = service.command(full)
+    assert (second.code, second.error_reason) == (8, 8)
+    assert bench.command() == CheckIntegrity(Ticket("a#1", 1))
 
 
 def test_a_call_that_nobody_answers_ends_by_its_time(bench: LinkBench) -> None:

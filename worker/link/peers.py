@@ -25,6 +25,7 @@ class Peer:
     live_sequences: int = 0
     odd_difference: int = 0
     odd_heartbeats: int = 0
+    compared_step: int = -1  # the engine's last step when live sequences were compared
 
     @property
     def source(self) -> str:

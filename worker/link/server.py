@@ -258,7 +258,7 @@ class EngineLink:
             self._commands.put(Abort(inner, reason))
 
     def _compare_live(self, peer: Peer, believed: int) -> None:
-        if peer.disagrees(believed):
+        if not self._may_be_on_its_way(peer) and peer.disagrees(believed):
             self.sequence_mismatches += 1
             log_event(
                 logger,
@@ -268,6 +268,16 @@ class EngineLink:
                 service_count=believed,
                 worker_count=peer.live_sequences,
             )
+
+    def _may_be_on_its_way(self, peer: Peer) -> bool:
+        """Whether a difference of live sequences says nothing: the engine may be within one long step.
+
+        What a service began or ended meanwhile waits for it; a prompt on a busy CPU takes seconds.
+        """
+        step, before = self._status.step.number, peer.compared_step
+        peer.compared_step = step
+        is_computing = self._status.load.counts.running_sequences > 0
+        return not self._commands.is_empty or (is_computing and step == before)
 
     # Worker to service.
 
