@@ -3,6 +3,7 @@
 Knows nothing of the pool or the scheduler: they fill it, readers read it.
 """
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -51,6 +52,16 @@ class SequenceView:
     needed_pages: int
     tenant: str
     labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Running sequences of which nothing but pages changed; entry i of the first three columns together."""
+
+    owners: "array[int]"  # 'H'
+    first_page_indexes: "array[int]"  # 'I': pages before that did not change
+    page_counts: "array[int]"  # 'I': pages from there on
+    page_ids: "array[int]"  # 'I': of all of them, one after the other
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvatlas.v1 import cache_pb2, errors_pb2, server_pb2
+from kvatlas.v1 import cache_pb2, server_pb2
 from kvatlas.worker.v1 import worker_pb2
 from worker.config import WorkerConfig
 from worker.description import WorkerState
@@ -344,8 +344,8 @@ def test_a_planted_leak_is_counted_told_and_found_by_a_full_check(tmp_path: Path
         service.finish(first)
         failed = {"check": "refcount", "result": "fail"}
         until(lambda: running.metric("kvatlas_integrity_checks_total", **failed) >= 2)
-        assert running.metric("kvatlas_pages", state="active") == 1
-        assert running.metric("kvatlas_requests_running") == 0
+        until(lambda: running.metric("kvatlas_pages", state="active") == 1)
+        until(lambda: running.metric("kvatlas_requests_running") == 0)
         service.wait(lambda: any(feed.violations for feed in service.feeds))
         told = next(feed.violations[0] for feed in service.feeds if feed.violations)
         assert told.check == cache_pb2.INTEGRITY_CHECK_REFCOUNT
@@ -364,8 +364,6 @@ def test_a_planted_leak_is_counted_told_and_found_by_a_full_check(tmp_path: Path
         assert (report.checked_pages, report.violations_total) == (64, len(report.violations))
         assert {v.page_id for v in report.violations if v.HasField("page_id")} == pages
         assert {(v.expected, v.found) for v in report.violations if v.HasField("page_id")} == {("0", "1")}
-        (reply,) = service.command(full)
-        assert reply.error_reason == errors_pb2.ERROR_REASON_QUOTA_EXCEEDED, "one a second"
         service.finish(service.add(list(range(9)), max_tokens=3))
     finally:
         running.close()

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from worker.pages.events import PageEventKind, PageState
 from worker.scheduling.books import Books
 from worker.scheduling.request import RequestSpec
 from worker.scheduling.sampling import SamplingParams
-from worker.stats import SequenceState, SequenceView
+from worker.stats import SequenceState, SequenceView, WaitReason
 
 MODEL = FakeModel(1000)
 
@@ -65,6 +66,14 @@ def rebuild(book: dict[int, SequenceView], harness: Harness) -> None:
             **{name: getattr(view, name) for name in SequenceView.__slots__}
             | {"page_ids": pages, "first_page_index": 0}
         )
+    growth, at = changes.growth, 0
+    by_owner = {view.owner: view for view in book.values() if view.owner}
+    for owner, first, count in zip(growth.owners, growth.first_page_indexes, growth.page_counts, strict=True):
+        view = by_owner[owner]
+        pages = view.page_ids[:first] + tuple(growth.page_ids[at : at + count])
+        book[view.sequence_id] = replace(view, page_ids=pages)
+        at += count
+    assert at == len(growth.page_ids)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -101,10 +110,63 @@ def test_nothing_is_kept_for_an_observer_that_does_not_exist() -> None:
         harness.add(request(number, range(4), max_tokens=2))
         harness.run()
     books = harness.scheduler._books
-    assert (books.changed, books.ended_ids, books.ended_owners) == ({}, [], [])
+    assert (books.changed, books.grown, books.started) == ({}, {}, [])
+    assert (books.ended_ids, books.ended_owners, books.bills) == ([], [], [])
     harness.add(request(99, range(4), max_tokens=20))
     harness.turn()
     assert [view.sequence_id for view in harness.scheduler.take_changes().views] == [99]
+
+
+def test_one_that_begins_and_ends_between_two_looks_is_told_with_its_owner_number() -> None:
+    harness = make(max_running=2)
+    harness.scheduler.take_changes()
+    for number in range(1, 6):
+        harness.add(request(number, range(4), max_tokens=2))
+    harness.run()
+    changes = harness.scheduler.take_changes()
+    assert [view.sequence_id for view in changes.started] == [1, 2, 3, 4, 5]
+    assert [view.owner for view in changes.started] == list(changes.ended_owners)
+    assert all(view.owner and not view.page_ids for view in changes.started)
+    assert changes.views == ()
+
+
+def test_one_that_is_preempted_is_told_with_each_of_its_owner_numbers() -> None:
+    harness = make(num_pages=6, max_running=2, max_context_tokens=24)
+    harness.scheduler.take_changes()
+    for number in (1, 2):
+        harness.add(request(number, range(50 * number, 50 * number + 8), max_tokens=12))
+    harness.run()
+    assert harness.scheduler.counts().preemptions_total > 0
+    changes = harness.scheduler.take_changes()
+    assert len(changes.started) == 2 + harness.scheduler.counts().preemptions_total
+    assert sorted(view.owner for view in changes.started) == sorted(changes.ended_owners)
+
+
+def test_a_new_reason_to_wait_is_a_change() -> None:
+    harness = make(num_pages=8, max_running=1, max_context_tokens=24)
+    harness.add(request(1, range(4), max_tokens=12))
+    harness.turn()
+    harness.add(request(2, range(50, 54), max_tokens=4))
+    harness.scheduler.take_changes()
+    harness.turn()
+    (view,) = [view for view in harness.scheduler.take_changes().views if view.sequence_id == 2]
+    assert view.wait_reason == WaitReason.ROWS
+    harness.turn()
+    assert [
+        view.sequence_id for view in harness.scheduler.take_changes().views if view.sequence_id == 2
+    ] == []
+
+
+def test_a_page_more_is_told_without_the_rest_of_the_sequence() -> None:
+    harness = make()
+    harness.add(request(1, range(6), max_tokens=20))
+    harness.turn()
+    harness.scheduler.take_changes()
+    while not len(growth := harness.scheduler.take_changes().growth.owners):
+        harness.turn()
+    assert len(growth) == 1
+    owner = harness.scheduler.sequence_views()[0].owner
+    assert growth[0] == owner
 
 
 def test_progress_counts_tokens_with_kv() -> None:

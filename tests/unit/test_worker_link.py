@@ -22,6 +22,7 @@ from worker.messages import (
     Abort,
     AddAnswer,
     AddRequest,
+    CheckIntegrity,
     DropSource,
     EncodedReply,
     EngineCommand,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from worker.ids import SequenceId
 from worker.pages.snapshot import PoolSnapshot
 from worker.readers.audit import AuditRound
-from worker.stats import EngineCounts, SequenceView, StepStats
+from worker.stats import EngineCounts, Growth, SequenceView, StepStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,10 @@ class Observation:
     revision: int  # number of the last page event
     time_us: int  # of the engine's clock, as page events have it
     changes: Sequence[SequenceView]
+    growth: Growth
     ended: Sequence[SequenceId]
+    started: Sequence[SequenceView]  # got an owner number, without pages; may have ended since
+    ended_owners: "array[int]"  # 'H': owner numbers that were given back
     progress_owners: "array[int]"
     progress_tokens: "array[int]"
     counts: EngineCounts

@@ -196,16 +196,14 @@ class Observer:
 
     def _fold_sequences(self, observation: Observation) -> None:
         book = self._fold.book
+        self._fold.started += observation.started
+        self._fold.ended_owners += observation.ended_owners
         for sequence_id in observation.ended:
-            entry = book.end(sequence_id)
-            if entry is not None and entry.view.owner:
-                self._fold.ended_owners.append(entry.view.owner)
+            book.end(sequence_id)
         fills = Fills()
         for view in observation.changes:
-            known = book.get(view.sequence_id)
-            if view.owner and (known is None or known.view.owner != view.owner):
-                self._fold.started.append(view)
             book.change(view, fills)
+        book.grow(observation.growth)
         book.progress(observation.progress_owners, observation.progress_tokens, fills)
         self._fold.ledger.fill(fills.pages, fills.slots)
 

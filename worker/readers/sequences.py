@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from worker.ids import PageId, SequenceId
-from worker.stats import SequenceView
+from worker.stats import Growth, SequenceView
 
 NUM_OWNERS = 1 << 16
 
@@ -112,6 +112,20 @@ class SequenceBook:
             self._by_owner[owner] = entry
             self._tokens[owner] = view.token_count
         fills.add(pages, min(first, before // self._page_size), view.token_count, self._page_size)
+
+    def grow(self, growth: Growth) -> None:
+        """Pages of running sequences changed, and nothing else; how full they are, `progress` says."""
+        at = 0
+        columns = zip(growth.owners, growth.first_page_indexes, growth.page_counts, strict=True)
+        for owner, first, count in columns:
+            entry = self._by_owner[owner]
+            pages = entry.pages
+            assert first <= len(pages), (owner, first, len(pages))
+            behind = len(pages) if entry.first_changed is None else entry.first_changed
+            del pages[first:]
+            pages.extend(growth.page_ids[at : at + count])
+            entry.first_changed = min(behind, first)
+            at += count
 
     def progress(self, owners: "array[int]", tokens: "array[int]", fills: Fills) -> None:
         """Running sequences have KV of so many tokens now."""

@@ -89,6 +89,8 @@ class Books:
         # For observers: from which page on a sequence changed, and who is gone.
         self.is_observed = False  # nothing is kept for nobody
         self.changed: dict[Sequence, int] = {}
+        self.grown: dict[Sequence, int] = {}  # of those that did not change otherwise, too
+        self.started: list[tuple[Sequence, Owner]] = []  # got this owner number
         self.ended_owners: list[Owner] = []
         self.ended_ids: list[SequenceId] = []
         self.bills: list[float] = []  # page-seconds of requests that ended
@@ -98,9 +100,14 @@ class Books:
         self.cache.set_clock(step, max(0, int((now - self.config.start_time) * 1e6)))
 
     def mark(self, sequence: Sequence, first_page: int) -> None:
-        """Pages from ``first_page`` on, or the state, changed."""
+        """The state changed, and maybe pages from ``first_page`` on."""
         if self.is_observed and self.changed.setdefault(sequence, first_page) > first_page:
             self.changed[sequence] = first_page
+
+    def mark_pages(self, sequence: Sequence, first_page: int) -> None:
+        """Nothing but pages from ``first_page`` on changed."""
+        if self.is_observed and self.grown.setdefault(sequence, first_page) > first_page:
+            self.grown[sequence] = first_page
 
     def num_running(self) -> int:
         """Sequences with a row that did not end."""
@@ -119,6 +126,8 @@ class Books:
         sequence.state = SequenceState.PREFILL
         sequence.wait_reason = WaitReason.NONE
         self.by_owner[sequence.owner] = sequence
+        if self.is_observed:
+            self.started.append((sequence, sequence.owner))
         request = sequence.request
         request.num_with_row += 1
         if request.num_with_row == 1:
@@ -128,7 +137,7 @@ class Books:
     def take_pages(self, sequence: Sequence, pages: list[int], is_hit: bool) -> None:
         """Shares ``pages`` with it, as the next ones of its row."""
         self.cache.acquire(pages, sequence.owner, is_hit)
-        self.mark(sequence, len(sequence.pages))
+        self.mark_pages(sequence, len(sequence.pages))
         sequence.pages.extend(pages)
         self.charge(sequence.request, pages)
 
@@ -237,6 +246,7 @@ class Books:
         if self.is_observed:
             self.ended_ids.append(sequence.id)
             self.changed.pop(sequence, None)
+            self.grown.pop(sequence, None)
         if self.tell is not None:
             self.tell(self._departure(sequence, code))
         request.num_live -= 1

@@ -163,6 +163,8 @@ class Planner:
             if reason != WaitReason.NONE or need is None:
                 if reason == WaitReason.PAGES and sequence.wait_reason != reason:
                     books.totals.allocation_failures += 1
+                if sequence.wait_reason != reason:
+                    books.mark(sequence, 0)
                 self.blocked[sequence] = sequence.wait_reason = reason
                 at += 1
                 continue

@@ -92,7 +92,7 @@ class StepBuilder:
         for sequence, count in plan.takers:
             taken = pages[at : at + count]
             at += count
-            books.mark(sequence, len(sequence.pages))
+            books.mark_pages(sequence, len(sequence.pages))
             sequence.pages.extend(taken)
             sequence.request.took(taken)
             sequence.request.account.took(count, now)
@@ -121,7 +121,7 @@ class StepBuilder:
             writes.rows.append(sequence.row)
             writes.indexes.append(index)
             writes.ids.append(page)
-            self._books.mark(sequence, index)
+            self._books.mark_pages(sequence, index)
             if sequence.request.page_counts is not None:
                 sequence.request.took([page])
 

@@ -7,20 +7,22 @@ from array import array
 from dataclasses import dataclass
 from typing import cast
 
-from worker.ids import PageId, SequenceId
+from worker.ids import Owner, PageId, SequenceId
 from worker.pages.snapshot import PoolSnapshot
 from worker.scheduling.books import Books
 from worker.scheduling.sequence import Place, Sequence
-from worker.stats import EngineCounts, SequenceView, WaitReason
+from worker.stats import EngineCounts, Growth, SequenceState, SequenceView, WaitReason
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What happened to sequences since the last time. Apply ``ended`` before ``views``: owners are reused."""
+    """What happened to sequences since the last time. Apply ends first: owner numbers are used again."""
 
     ended_owners: "array[int]"  # 'H': gave their owner number back (ended, or preempted)
     ended_ids: tuple[SequenceId, ...]  # ended for good, those that only waited included
-    views: tuple[SequenceView, ...]  # new, or pages or state changed; pages from first_page_index on
+    started: tuple[SequenceView, ...]  # got an owner number, in order, without pages; may have ended since
+    views: tuple[SequenceView, ...]  # new, or the state changed; pages from first_page_index on
+    growth: Growth  # of others
     bills: tuple[float, ...]  # page-seconds of each request that ended
 
 
@@ -38,35 +40,65 @@ def _num_stored(books: Books, sequence: Sequence) -> int:
 
 
 def view(books: Books, sequence: Sequence, first_page: int = 0) -> SequenceView:
-    """One sequence, its pages from ``first_page`` on."""
-    spec, prefix = sequence.request.spec, sequence.request.prefix
+    """One sequence, its pages from ``first_page`` on. By position: by name it costs half as much again."""
+    spec = sequence.request.spec
     waits = sequence.place == Place.QUEUE
     return SequenceView(
-        sequence_id=sequence.id,
-        request_id=spec.request_id,
-        choice_index=sequence.choice_index,
-        owner=sequence.owner,
-        row=None if waits else sequence.row,
-        state=sequence.state,
-        page_ids=cast("tuple[PageId, ...]", tuple(sequence.pages[first_page:])),
-        first_page_index=first_page,
-        token_count=_num_stored(books, sequence),
-        prompt_tokens=sequence.num_prompt,
-        prefix=None
-        if prefix is None
-        else (
-            prefix.hit_tokens,
-            prefix.miss_cold_tokens,
-            prefix.miss_evicted_tokens,
-            prefix.unaligned_tokens,
-        ),
-        priority=spec.priority,
-        preemptions=sequence.preemptions,
-        receive_time_ns=spec.receive_time_ns,
-        wait_reason=sequence.wait_reason if waits else WaitReason.NONE,
-        needed_pages=books.cache.pages_for(sequence.num_final_tokens) if waits else 0,
-        tenant=spec.tenant,
-        labels=spec.labels,
+        sequence.id,
+        spec.request_id,
+        sequence.choice_index,
+        sequence.owner,
+        None if waits else sequence.row,
+        sequence.state,
+        cast("tuple[PageId, ...]", tuple(sequence.pages[first_page:])),
+        first_page,
+        _num_stored(books, sequence),
+        sequence.num_prompt,
+        _prefix(sequence),
+        spec.priority,
+        sequence.preemptions,
+        spec.receive_time_ns,
+        sequence.wait_reason if waits else WaitReason.NONE,
+        books.cache.pages_for(sequence.num_final_tokens) if waits else 0,
+        spec.tenant,
+        spec.labels,
+    )
+
+
+def _prefix(sequence: Sequence) -> tuple[int, int, int, int] | None:
+    prefix = sequence.request.prefix
+    if prefix is None:
+        return None
+    return (
+        prefix.hit_tokens,
+        prefix.miss_cold_tokens,
+        prefix.miss_evicted_tokens,
+        prefix.unaligned_tokens,
+    )
+
+
+def _started(sequence: Sequence, owner: Owner) -> SequenceView:
+    """Who has, or had, an owner number; the sequence may have ended since."""
+    spec = sequence.request.spec
+    return SequenceView(
+        sequence.id,
+        spec.request_id,
+        sequence.choice_index,
+        owner,
+        None,
+        sequence.state,
+        (),
+        0,
+        0,
+        sequence.num_prompt,
+        _prefix(sequence),
+        spec.priority,
+        sequence.preemptions,
+        spec.receive_time_ns,
+        WaitReason.NONE,
+        0,
+        spec.tenant,
+        spec.labels,
     )
 
 
@@ -75,18 +107,45 @@ def take_changes(books: Books) -> Changes:
     if not books.is_observed:
         books.is_observed = True
         books.changed = dict.fromkeys(books.sequences.values(), 0)
+        books.started = [(sequence, owner) for owner, sequence in books.by_owner.items()]
     changed, books.changed = books.changed, {}
+    grown, books.grown = books.grown, {}
+    started, books.started = books.started, []
     owners, books.ended_owners = books.ended_owners, []
     ids, books.ended_ids = books.ended_ids, []
-    views = [view(books, sequence, first) for sequence, first in changed.items()]
     bills, books.bills = books.bills, []
-    return Changes(array("H", owners), tuple(ids), tuple(views), tuple(bills))
+    return Changes(
+        ended_owners=array("H", owners),
+        ended_ids=tuple(ids),
+        started=tuple([_started(sequence, owner) for sequence, owner in started]),
+        views=tuple([view(books, s, min(first, grown.pop(s, first))) for s, first in changed.items()]),
+        growth=_growth(grown),
+        bills=tuple(bills),
+    )
+
+
+def _growth(grown: dict[Sequence, int]) -> Growth:
+    owners, firsts, counts, page_ids = array("H"), array("I"), array("I"), array("I")
+    for sequence, first in grown.items():
+        pages = sequence.pages[first:]
+        owners.append(sequence.owner)
+        firsts.append(first)
+        counts.append(len(pages))
+        page_ids.extend(pages)
+    return Growth(owners, firsts, counts, page_ids)
 
 
 def progress(books: Books) -> Progress:
     """Where running sequences stand."""
-    running = books.by_owner
-    counts = array("I", [_num_stored(books, sequence) for sequence in running.values()])
+    running, page_size = books.by_owner, books.config.page_size
+    decode = SequenceState.DECODE
+    counts = array(
+        "I",
+        [
+            min(len(s.tokens) - 1 if s.state is decode else s.num_computed, len(s.pages) * page_size)
+            for s in running.values()
+        ],
+    )  # as _num_stored, without two calls for each
     return Progress(array("H", cast("dict[int, Sequence]", running)), counts)
 
 
