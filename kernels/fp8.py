@@ -38,7 +38,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     A row of zeros gets the scale 1, one with a NaN the scale NaN. x [n, width].
     """
     largest = x.abs().amax(dim=-1, keepdim=True).float()
-    scale = torch.where(largest == 0, 1.0, largest / LARGEST)
+    # A product, and not a quotient, since torch divides by a number otherwise on CUDA than on a processor.
+    scale = torch.where(largest == 0, 1.0, largest * (1.0 / LARGEST))
     return to_fp8(x, scale), scale
 
 

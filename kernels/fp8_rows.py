@@ -56,7 +56,7 @@ def _quantize_kernel(
     values = tl.load(x + row * stride + at, mask=mask, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(values), 0)
     has_nan = tl.max((values != values).to(tl.int32), 0) > 0  # which the maximum passes over
-    scale = tl.where(largest > 0, tl.div_rn(largest, LARGEST), 1.0)
+    scale = tl.where(largest > 0, largest * (1.0 / LARGEST), 1.0)
     scale = tl.where(has_nan, float("nan"), scale)
     scaled = tl.div_rn(values, scale)
     scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)

@@ -6,6 +6,7 @@ activations. --out writes JSON.
 """
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from kernels import fp8
+from kernels.fp8_matmul import MAX_ROWS, Fp8Launch, fp8_matmul
 from kernels.fp8_rows import quantize_rows
 from worker.model.quantized import Fp8Linear
 
@@ -47,7 +49,28 @@ def graphed_us(calls: list[Callable[[], object]]) -> float:
     return float(do_bench(graph.replay, return_mode="median", warmup=5, rep=30)) / len(calls) * 1e3
 
 
-def measure(shape: str, name: str, outputs: int, inputs: int, rows: int) -> dict[str, object]:
+def tuned(linears: list[Fp8Linear], x: tuple[Tensor, Tensor]) -> tuple[float, str]:
+    """Microseconds of our product alone at the best of many launch shapes, and that shape."""
+    inputs, found = linears[0].in_features, []
+    for outputs, block, parts, warps, stages in itertools.product(
+        (32, 64, 128), (128, 256, 512), (1, 2, 3, 4, 6, 8), (4, 8), (3, 5)
+    ):
+        if parts * block > inputs or outputs * block > 32768:
+            continue
+        launch = Fp8Launch(outputs, block, parts, warps, stages)
+        calls = [
+            lambda f=linear, n=launch: fp8_matmul(*x, f.weight, f.scale, out_dtype=torch.bfloat16, launch=n)
+            for linear in linears
+        ]
+        try:
+            found.append((round(graphed_us(calls), 1), str(launch)))
+        except Exception as error:
+            if "out of resource" not in str(error):
+                raise
+    return min(found)
+
+
+def measure(shape: str, name: str, outputs: int, inputs: int, rows: int, tune: bool) -> dict[str, object]:
     """One product at one number of rows."""
     copies = max(2, min(24, _CACHE_BYTES // (outputs * inputs)))
     dense = [torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
@@ -55,10 +78,14 @@ def measure(shape: str, name: str, outputs: int, inputs: int, rows: int) -> dict
     x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
     bf16 = graphed_us([lambda w=weight: torch.nn.functional.linear(x, w) for weight in dense])
     ours = graphed_us([lambda f=linear: f(x) for linear in linears])
+    rows_of_x = quantize_rows(x)
+    library = graphed_us([lambda f=linear: f._of_many(*rows_of_x, x.dtype) for linear in linears])
+    best, launch = tuned(linears, rows_of_x) if tune and rows <= MAX_ROWS else (None, "")
     quantising = graphed_us([lambda: quantize_rows(x)] * 8)
     flops = 2 * rows * outputs * inputs
     return {
         "shape": shape, "product": name, "rows": rows, "bf16_us": round(bf16, 1), "fp8_us": round(ours, 1),
+        "fp8_library_us": round(library, 1), "fp8_best_us": best, "best_launch": launch,
         "quantising_us": round(quantising, 1), "fp8_tflops": round(flops / ours / 1e6, 1),
         "fp8_weight_tb_s": round(outputs * inputs / ours / 1e6, 2),
     }  # fmt: skip
@@ -73,13 +100,15 @@ def main() -> None:
     """Prints a line for each product and number of rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
+    parser.add_argument("--tune", action="store_true", help="try many launch shapes of few rows")
+    parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS))
     parser.add_argument("--out", default="", help="JSON file to write")
     arguments = parser.parse_args()
     records = []
     for shape in arguments.shapes:
         for name, (outputs, inputs) in SHAPES[shape].items():
-            for rows in ROWS:
-                records.append(measure(shape, name, outputs, inputs, rows))
+            for rows in arguments.rows:
+                records.append(measure(shape, name, outputs, inputs, rows, arguments.tune))
                 print(json.dumps(records[-1]), flush=True)
     if arguments.out:
         with open(arguments.out, "w") as file:

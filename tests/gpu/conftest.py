@@ -149,7 +149,8 @@ def _attention(name: str, config: RunnerConfig, num_heads: int) -> Any:
 
     heads = (num_heads, config.num_kv_heads, config.head_dim)
     paged = {"page_size": config.page_size, "dtype": config.kv_dtype, "device": DEVICE}
-    there = compiled_kernels(config.head_dim, config.kv_dtype) if is_installed() else ()
+    uses_it = name.startswith("flashinfer") and is_installed()
+    there = compiled_kernels(config.head_dim, config.kv_dtype) if uses_it else ()
     prefill = {"prefill": there[-1] if there else "auto"}
     match name:
         case "invariant":

@@ -40,7 +40,7 @@ def test_rows_are_quantised_bit_for_bit_as_specified(width: int) -> None:
     assert torch.equal(rows.view(torch.uint8)[finite], wanted.view(torch.uint8)[finite])
 
 
-@pytest.mark.parametrize("num_rows", [1, 7, 16, 64, 300])
+@pytest.mark.parametrize("num_rows", [1, 7, 16, 17, 64, 65, 300])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (1024, 3072), (960, 576)])
 def test_a_product_is_that_of_the_scaled_numbers(outputs: int, inputs: int, num_rows: int) -> None:
     """Sums of the tensor cores against fp32: as near as the rounding of the bf16 result, and of theirs."""

@@ -70,6 +70,29 @@ def test_the_kernel_finds_the_scales_and_the_values() -> None:
     assert torch.equal(rows.float(), wanted.float())
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(("num_rows", "outputs", "inputs"), [(1, 100, 300), (5, 64, 128), (33, 40, 192)])
+def test_the_kernel_of_few_rows_gives_the_product(
+    num_rows: int, outputs: int, inputs: int, parts: int
+) -> None:
+    """Odd sides, rows of padding, sums in parts; the counters of arrived parts are back at zero."""
+    pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+    from kernels.fp8_matmul import Fp8Launch, _scratch_of, fp8_matmul
+
+    draw = torch.Generator().manual_seed(num_rows)
+    x, x_scale = fp8.quantize_rows(torch.randn(num_rows, inputs, generator=draw))
+    weight, scale = fp8.quantize_rows(torch.randn(outputs, inputs, generator=draw))
+    bias = torch.randn(outputs, generator=draw)
+    launch = Fp8Launch(outputs=32, block=64, parts=parts)
+    for given in (bias, None):
+        ours = fp8_matmul(
+            x, x_scale, weight, scale.flatten(), out_dtype=torch.float32, bias=given, launch=launch
+        )
+        exact = fp8.scaled_product(x, x_scale, weight, scale.flatten()) + (bias if given is not None else 0)
+        torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-4)
+    assert not _scratch_of(CPU)[1].any()
+
+
 @pytest.mark.parametrize(
     "backend", [reference.ReferenceBackend, lambda: CpuBackend(compiled=False), CpuBackend]
 )

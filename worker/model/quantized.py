@@ -5,8 +5,8 @@ embedding and the head keep their type: a small share of the bytes, and the sour
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ HEAD = "lm_head"
 LEAST_CAPABILITY = (8, 9)  # the first devices with fp8 products
 _MULTIPLE = 16  # of both sides of a weight: what the product asks for
 
-QuantizeRows = Callable[[Tensor], tuple[Tensor, Tensor]]  # see kernels.fp8.quantize_rows
+FEW_ROWS = 64
+"""Rows up to which our product is faster than the library's (docs/kernels.md)."""
 
 
 class Fp8Linear:
@@ -29,13 +30,21 @@ class Fp8Linear:
         self.scale = scale  # fp32 [out_features]
         self.bias = bias  # [out_features]
         self.out_features, self.in_features = weight.shape
-        self._quantize = _quantize_for(weight.device)
+        self._kernels = _kernels() if weight.device.type == "cuda" else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product, in the dtype of x. A row's result is that of any batch only as far as rounding."""
-        rows, scales = self._quantize(x)
+        """The product, in the dtype of x: of a few rows by our kernel, of more by the library."""
+        if self._kernels is None:
+            return self._of_many(*fp8.quantize_rows(x), x.dtype)
+        rows, scales = self._kernels.quantize_rows(x)
+        if x.shape[0] > FEW_ROWS:
+            return self._of_many(rows, scales, x.dtype)
+        product = self._kernels.fp8_matmul
+        return product(rows, scales, self.weight, self.scale, out_dtype=x.dtype, bias=self.bias)
+
+    def _of_many(self, rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         product = torch._scaled_mm(
-            rows, self.weight.t(), scale_a=scales, scale_b=self.scale[None, :], out_dtype=x.dtype
+            rows, self.weight.t(), scale_a=scales, scale_b=self.scale[None, :], out_dtype=dtype
         )
         return product if self.bias is None else product + self.bias
 
@@ -55,7 +64,14 @@ def _quantized(dense: Tensor) -> tuple[Tensor, Tensor]:
     return weight, scale.flatten()
 
 
-def _quantize_for(device: torch.device) -> QuantizeRows:
-    if device.type != "cuda":
-        return fp8.quantize_rows
-    return cast(QuantizeRows, import_module("kernels.fp8_rows").quantize_rows)
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    quantize_rows: Callable[[Tensor], tuple[Tensor, Tensor]]  # see kernels.fp8_rows
+    fp8_matmul: Callable[..., Tensor]  # see kernels.fp8_matmul
+
+
+def _kernels() -> _Kernels:
+    """Triton's, imported only where they run."""
+    return _Kernels(
+        import_module("kernels.fp8_rows").quantize_rows, import_module("kernels.fp8_matmul").fp8_matmul
+    )
