@@ -1,0 +1,134 @@
+"""`kvatlas record`: the flight recorder of a worker, from outside."""
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+from rich.table import Table
+
+from kvatlas.cli.exits import DONE, USAGE, CommandFailed
+from kvatlas.client.recordings import Recorder
+from kvatlas.v1 import cache_pb2, server_pb2
+
+SUFFIX = ".kvrec"
+
+
+def run(settings: Namespace) -> int:
+    """Starts, stops, lists or fetches."""
+    verbs: Mapping[str, Callable[[Recorder, Namespace], None]] = {
+        "start": _start,
+        "stop": _stop,
+        "list": _list,
+        "get": _get,
+    }
+    verb = verbs.get(settings.action or "list")
+    if verb is None:
+        raise CommandFailed(f"record {settings.action}: what to do is one of {', '.join(verbs)}", USAGE)
+    with Recorder(settings.admin_address) as recorder:
+        verb(recorder, settings)
+    return DONE
+
+
+def _start(recorder: Recorder, settings: Namespace) -> None:
+    info = recorder.start(
+        settings.worker_id,
+        lookback_seconds=settings.lookback,
+        max_seconds=settings.max_seconds,
+        max_bytes=settings.max_bytes,
+        include_token_ids=settings.token_ids,
+        note=settings.note,
+        rotate=settings.rotate,
+    )
+    _tell(info, settings)
+
+
+def _stop(recorder: Recorder, settings: Namespace) -> None:
+    _tell(recorder.stop(settings.recording or "", worker_id=settings.worker_id), settings)
+
+
+def _tell(info: server_pb2.RecordingInfo, settings: Namespace) -> None:
+    print(json.dumps(_as_json(info)) if settings.json else _sentence(info))
+
+
+def _sentence(info: server_pb2.RecordingInfo) -> str:
+    text = (
+        f"{info.recording_id}: {state_of(info)}, {_seconds(info):.1f} s, {info.event_count:,} page events,"
+        f" {info.request_count:,} requests, {info.byte_count:,} bytes"
+    )
+    if info.dropped_events:
+        text += f", {info.dropped_events:,} events missing"
+    return f"{text} ({info.message})" if info.message else text
+
+
+def state_of(info: server_pb2.RecordingInfo) -> str:
+    """What became of it, in one word."""
+    if not info.end_cause:
+        return "running"
+    name = cache_pb2.RecordingEndCause.Name(info.end_cause)
+    return name.removeprefix("RECORDING_END_CAUSE_").lower()
+
+
+def _seconds(info: server_pb2.RecordingInfo) -> float:
+    return float(info.duration.ToTimedelta().total_seconds())
+
+
+def _as_json(info: server_pb2.RecordingInfo) -> dict[str, Any]:
+    facts: dict[str, Any] = MessageToDict(
+        info, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    facts |= {"end_cause": state_of(info), "duration": _seconds(info)}
+    for name in ("byte_count", "event_count", "request_count", "dropped_events"):
+        facts[name] = int(facts[name])
+    return facts
+
+
+def _list(recorder: Recorder, settings: Namespace) -> None:
+    found = recorder.list(settings.worker_id)
+    if settings.json:
+        print(json.dumps([_as_json(info) for info in found]))
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("recording", "ended by", "began", "seconds", "events", "requests", "bytes", "note"):
+        table.add_column(
+            column, justify="right" if column in ("seconds", "events", "requests", "bytes") else "left"
+        )
+    for info in found:
+        began = info.start_time.ToDatetime().strftime("%Y-%m-%d %H:%M:%S")
+        seconds = f"{_seconds(info):.0f}"
+        counts = [f"{count:,}" for count in (info.event_count, info.request_count, info.byte_count)]
+        table.add_row(info.recording_id, state_of(info), began, seconds, *counts, info.note)
+    Console().print(table)
+
+
+def _get(recorder: Recorder, settings: Namespace) -> None:
+    path = Path(settings.output) if settings.output else Path(f"{settings.recording or 'recording'}{SUFFIX}")
+    console = Console(stderr=True)
+    columns = (
+        "[progress.description]{task.description}",
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    try:
+        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+            task = progress.add_task(path.name, total=None)
+            info = recorder.download(
+                settings.recording or "",
+                path,
+                worker_id=settings.worker_id,
+                timeout_seconds=settings.timeout,
+                on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+            )
+    except OSError as error:
+        raise CommandFailed(f"cannot write {path}: {error.strerror}", USAGE) from None
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    print(f"{path}: {info.byte_count:,} bytes of {info.recording_id}", file=sys.stderr)
+    print(path)
