@@ -2,7 +2,7 @@
 
     python -m benchmarks.engine_alone '{"model": "random:tiny", "settings": {...}, "scale": 0.1}'
 
-Prints one line of JSON, the fields of serving.Alone.
+Prints one line of JSON, the fields of serving_cases.Alone.
 """
 
 import json
@@ -10,7 +10,7 @@ import sys
 
 from benchmarks.offline import Engine, measure
 from benchmarks.record import percentile
-from benchmarks.serving import FIRST_TOKEN_RUNS, WARM_UP_RUNS, offline_workload, prompt_length
+from benchmarks.serving_cases import FIRST_TOKEN_RUNS, WARM_UP_RUNS, offline_workload, prompt_length
 from benchmarks.workloads import fixed, id_limit
 from worker.config import WorkerConfig
 

@@ -104,6 +104,7 @@ class Engine:
                 cache=CacheConfig(num_pages=config.num_pages, page_size=config.page_size),
                 max_running=config.max_running,
                 max_step_tokens=config.max_batch_tokens,
+                max_chunk_tokens=config.max_chunk_tokens,
                 max_context_tokens=config.max_context,
             )
         )

@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=120.0, help="seconds of one start")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
     options = parser.parse_args()
-    settings = {"device": options.device, "max-running": 256, "max-batch-tokens": 8192, "max-context": 4096}
+    settings = {"device": options.device, "max-running": 256, "max-context": 4096}
     settings |= {"log-level": "info"}
     settings |= {"memory-ratio": 0.8} if options.device == "cuda" else {"num-pages": 4096}
     starts = []

@@ -1,0 +1,284 @@
+"""The cases of benchmarks/serving.py: what is sent, and what is made of the answers.
+
+Owns the client processes (benchmarks/serving_client.py). A case takes a Bench and gives rows of the result.
+"""
+
+import contextlib
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from benchmarks.record import percentile
+from benchmarks.stack import Stack
+from benchmarks.workloads import LOWEST_ID, Workload, fixed, published
+
+POISSON_SECONDS = 8.0
+FIRST_TOKEN_RUNS, WARM_UP_RUNS = 24, 4
+OPEN_STREAMS, LONG_PROMPT = 64, 32_000
+LEAD_SECONDS = 0.5  # for clients to connect before the first request is due
+
+Request = dict[str, Any]
+Answer = dict[str, Any]
+
+
+class Clients:
+    """Client processes; requests of a case are dealt out among them."""
+
+    def __init__(self, stack: Stack, processes: "list[subprocess.Popen[str]]") -> None:
+        self._stack = stack
+        self._processes = processes
+
+    def send(self, requests: list[Request]) -> list[Answer]:
+        """Sends all, each at its time; answers in the order of the requests."""
+        start = time.monotonic() + LEAD_SECONDS
+        dealt: list[list[Request]] = [
+            requests[n :: len(self._processes)] for n in range(len(self._processes))
+        ]
+        for number, (process, part) in enumerate(zip(self._processes, dealt, strict=True)):
+            first = number % len(self._stack.addresses)
+            addresses = self._stack.addresses[first:] + self._stack.addresses[:first]
+            assert process.stdin is not None
+            process.stdin.write(json.dumps({"addresses": addresses, "start": start, "requests": part}) + "\n")
+            process.stdin.flush()
+        answers: list[Answer] = [{}] * len(requests)
+        for number, process in enumerate(self._processes):
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise SystemExit("a client process died")
+            answers[number :: len(self._processes)] = json.loads(line)
+        return answers
+
+
+def requests_of(workload: Workload, at: float = 0.0, first_seed: int = 0) -> list[Request]:
+    """All of a workload, at one time."""
+    return [
+        {"prompt": prompt, "tokens": tokens, "at": at, "seed": first_seed + number}
+        for number, (prompt, tokens) in enumerate(zip(workload.prompts, workload.output_tokens, strict=True))
+    ]
+
+
+@contextlib.contextmanager
+def client_processes(stack: Stack, count: int) -> Iterator[Clients]:
+    """Starts client processes and ends them."""
+    command = [sys.executable, "-m", "benchmarks.serving_client"]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(count)
+    ]
+    try:
+        yield Clients(stack, processes)
+    finally:
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(timeout=20)
+
+
+# Figures.
+
+
+def rate(answers: list[Answer]) -> float:
+    """Output tokens a second, from the first request sent to the last token."""
+    tokens = sum(sum(answer["counts"]) for answer in answers)
+    first, last = min(a["sent"] for a in answers), max(a["times"][-1] for a in answers)
+    return float(tokens / (last - first) * 1e9)
+
+
+def first_token_ms(answers: list[Answer]) -> list[float]:
+    """Request sent to first message received."""
+    return [(answer["times"][0] - answer["sent"]) / 1e6 for answer in answers]
+
+
+def gaps_ms(answers: list[Answer], after: int = 0, before: int = 1 << 62) -> list[float]:
+    """Between two messages of a stream, of those that came within [after, before) nanoseconds."""
+    return [
+        (this - last) / 1e6
+        for answer in answers
+        for last, this in zip(answer["times"], answer["times"][1:], strict=False)
+        if after <= this < before
+    ]
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """p50, p90, p99 and the largest."""
+    shares = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
+    return {name: round(percentile(values, share), 2) for name, share in shares} if values else {}
+
+
+class Meter:
+    """CPU time of the stack's processes from here on."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._processes = [psutil.Process(pid) for pid in [*stack.service_pids, stack.worker_pid]]
+        self._began, self._before = time.monotonic(), self._used()
+
+    def cores(self) -> list[float]:
+        """Cores busy since the start: each service, then the worker."""
+        seconds = time.monotonic() - self._began
+        return [
+            round((now - then) / seconds, 2) for now, then in zip(self._used(), self._before, strict=True)
+        ]
+
+    def _used(self) -> list[float]:
+        times = [process.cpu_times() for process in self._processes]
+        return [float(t.user + t.system) for t in times]
+
+
+# Cases.
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What the engine did without a service, in the same run."""
+
+    offline_rate: float  # output tokens/s
+    first_token_ms: float  # median
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a case needs. `scale` shortens workloads, for a try on a slow device."""
+
+    clients: Clients
+    stack: Stack
+    alone: Alone | None
+    id_limit: int
+    scale: float
+    rates: Sequence[float]  # requests a second of the Poisson arrivals
+
+    def offline(self) -> Workload:
+        """offline256, or what the scale leaves of it."""
+        return offline_workload(self.scale).within(self.id_limit)
+
+    def prompt(self, length: int, seed: int, tokens: int) -> Workload:
+        """One prompt that the cache has not seen."""
+        return fixed(1, length, tokens, seed=seed).within(self.id_limit)
+
+
+def offline_workload(scale: float) -> Workload:
+    """offline256 at scale 1."""
+    return published(max(8, int(256 * scale)), max(110, int(1024 * scale)))
+
+
+def prompt_length(scale: float) -> int:
+    """512 at scale 1."""
+    return max(16, int(512 * scale))
+
+
+def offline_case(bench: Bench) -> list[dict[str, Any]]:
+    """Everything at once; twice, like the engine alone, and the second counts."""
+    workload, rates = bench.offline(), []
+    for _ in range(2):
+        meter = Meter(bench.stack)
+        answers = bench.clients.send(requests_of(workload))
+        load = meter.cores()
+        rates.append(rate(answers))
+    alone = bench.alone.offline_rate if bench.alone else None
+    row = {
+        "case": workload.name,
+        "tokens_per_second": round(rates[1], 1),
+        "first_pass_tokens_per_second": round(rates[0], 1),
+        "engine_alone_tokens_per_second": alone,
+        "ratio": round(rates[1] / alone, 4) if alone else None,
+        "tokens_per_message": round(sum(workload.output_tokens) / sum(len(a["times"]) for a in answers), 2),
+        "cores": load,
+        "first_token_ms": percentiles(first_token_ms(answers)),
+        "between_messages_ms": percentiles(gaps_ms(answers)),
+    }
+    return [row]
+
+
+def first_token_case(bench: Bench) -> list[dict[str, Any]]:
+    """One request at a time, every prompt new to the cache; the first ones warm up."""
+    values = []
+    for number in range(FIRST_TOKEN_RUNS):
+        workload = bench.prompt(prompt_length(bench.scale), 1000 + number, 4)
+        values += first_token_ms(bench.clients.send(requests_of(workload)))
+    served = percentiles(values[WARM_UP_RUNS:])
+    alone = bench.alone.first_token_ms if bench.alone else None
+    row = {
+        "case": "first-token",
+        "prompt_tokens": prompt_length(bench.scale),
+        "first_token_ms": served,
+        "engine_alone_ms": alone,
+        "added_ms": round(served["p50"] - alone, 2) if alone else None,
+    }
+    return [row]
+
+
+def poisson_case(bench: Bench) -> list[dict[str, Any]]:
+    """Arrivals of a Poisson process at each rate; prompts and answers as in offline256."""
+    return [_poisson(bench, per_second) for per_second in bench.rates]
+
+
+def _poisson(bench: Bench, per_second: float) -> dict[str, Any]:
+    draw, at, requests = random.Random(int(per_second * 10)), 0.0, []
+    lengths = published(1024, max(110, int(1024 * bench.scale))).within(bench.id_limit)
+    for request in requests_of(lengths):
+        if at >= POISSON_SECONDS:
+            break
+        new = [LOWEST_ID + int(per_second) % 100, LOWEST_ID + request["seed"] % 100]  # to the cache
+        requests.append({**request, "prompt": new + request["prompt"][2:], "at": at})
+        at += draw.expovariate(per_second)
+    meter = Meter(bench.stack)
+    answers = bench.clients.send(requests)
+    return {
+        "case": "poisson",
+        "requests_per_second": per_second,
+        "requests": len(requests),
+        "tokens_per_second": round(rate(answers), 1),
+        "first_token_ms": percentiles(first_token_ms(answers)),
+        "between_messages_ms": percentiles(gaps_ms(answers)),
+        "cores": meter.cores(),
+    }
+
+
+def long_prompt_case(bench: Bench) -> list[dict[str, Any]]:
+    """Streams in full decode, then one long prompt: their gaps before it, and until its first token."""
+    tokens = max(100, int(1200 * bench.scale))
+    length = int(LONG_PROMPT * bench.scale)
+    quiet = bench.clients.send(requests_of(_short(bench, tokens, seed=7)))
+    usual_step = percentile(gaps_ms(quiet), 0.5)
+    long_one = requests_of(bench.prompt(length, 8, 4), at=usual_step * tokens * 0.4 / 1000)
+    *others, last = bench.clients.send([*requests_of(_short(bench, tokens, seed=9)), *long_one])
+    begun = max(a["times"][0] for a in others)
+    arrival, served = last["sent"], last["times"][0]
+    usual = gaps_ms(others, after=begun + 50_000_000, before=arrival)
+    during = gaps_ms(others, after=arrival, before=served + int(2e6 * usual_step))
+    row = {
+        "case": "long-prompt",
+        "open_streams": OPEN_STREAMS,
+        "prompt_tokens": length,
+        "first_token_ms_of_the_long_prompt": round(first_token_ms([last])[0], 1),
+        "usual_ms": percentiles(usual),
+        "during_ms": percentiles(during),
+        "p99_during_over_usual": _over(during, usual),
+        "p99_of_whole_streams_over_usual": _over(gaps_ms(others, after=begun + 50_000_000), usual),
+    }
+    return [row]
+
+
+def _short(bench: Bench, tokens: int, seed: int) -> Workload:
+    return fixed(OPEN_STREAMS, 128, tokens, seed=seed).within(bench.id_limit)
+
+
+def _over(values: list[float], usual: list[float]) -> float | None:
+    if not values or not usual:
+        return None
+    return round(percentile(values, 0.99) / percentile(usual, 0.99), 2)
+
+
+CASES: dict[str, Callable[[Bench], list[dict[str, Any]]]] = {
+    "offline256": offline_case,
+    "first-token": first_token_case,
+    "poisson": poisson_case,
+    "long-prompt": long_prompt_case,
+}
