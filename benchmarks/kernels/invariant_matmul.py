@@ -22,8 +22,9 @@ def launches(tune: bool, outputs: int) -> list[InvariantLaunch]:
     """The default, or a search."""
     if not tune:
         return [launch_for(outputs, 2)]
-    shapes = itertools.product((64, 128), (32, 64, 128), (64, 128), (4, 8), (3, 4))
-    return [InvariantLaunch(*shape) for shape in shapes]
+    few = itertools.product((64,), (32, 64, 128), (64, 128), (4,), (3, 4))
+    many = itertools.product((128,), (128,), (64,), (8,), (3, 4))
+    return [InvariantLaunch(*shape) for shape in (*few, *many)]
 
 
 def measure(shape: str, product: str, outputs: int, inputs: int, tune: bool) -> list[dict[str, Any]]:
