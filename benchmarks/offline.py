@@ -132,6 +132,14 @@ def measure(engine: Engine, workload: Workload) -> dict[str, object]:
     }
 
 
+def options(arguments: argparse.Namespace) -> list[str]:
+    """What is not the default, for the name of the result."""
+    found = [] if arguments.attention_backend == "auto" else [arguments.attention_backend]
+    found += ["fp8-weights"] if arguments.weight_dtype == "fp8" else []
+    found += ["fp8-pages"] if arguments.kv_dtype == "fp8" else []
+    return found + (["deterministic"] if arguments.deterministic else [])
+
+
 def main() -> None:
     """Runs the named workloads."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -141,6 +149,10 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--max-batch-tokens", type=int, default=8192)
     parser.add_argument("--no-overlap", action="store_true")
+    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--weight-dtype", default="auto", choices=("auto", "fp8"))
+    parser.add_argument("--kv-dtype", default="auto", choices=("auto", "fp8"))
+    parser.add_argument("--deterministic", action="store_true")
     arguments = parser.parse_args()
     began = time.perf_counter()
     engine = Engine(
@@ -153,6 +165,10 @@ def main() -> None:
             max_context=4096,
             memory_ratio=0.8,
             overlap=False if arguments.no_overlap else None,
+            attention_backend=arguments.attention_backend,
+            weight_dtype=arguments.weight_dtype,
+            kv_dtype=arguments.kv_dtype,
+            deterministic=arguments.deterministic,
         )
     )
     print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
@@ -163,7 +179,8 @@ def main() -> None:
         print(rows[-1], flush=True)
     shape = arguments.model.removeprefix("random:")
     device = engine.device_name if arguments.device == "cuda" else ""
-    print(write_result(f"offline-{shape}", {"rows": rows}, ["torch", "triton", "numpy"], device=device))
+    name = "-".join([f"offline-{shape}", *options(arguments)])
+    print(write_result(name, {"rows": rows}, ["torch", "triton", "numpy"], device=device))
 
 
 if __name__ == "__main__":
