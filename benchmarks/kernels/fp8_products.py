@@ -98,13 +98,15 @@ def main() -> None:
     """Prints a line for each product and number of rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
+    parser.add_argument("--products", nargs="*", default=["qkv", "output", "gate_up", "down"])
     parser.add_argument("--tune", action="store_true", help="try many launch shapes of few rows")
     parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS))
     parser.add_argument("--out", default="", help="JSON file to write")
     arguments = parser.parse_args()
     records = []
     for shape in arguments.shapes:
-        for name, (outputs, inputs) in SHAPES[shape].items():
+        for name in arguments.products:
+            outputs, inputs = SHAPES[shape][name]
             for rows in arguments.rows:
                 records.append(measure(shape, name, outputs, inputs, rows, arguments.tune))
                 print(json.dumps(records[-1]), flush=True)
