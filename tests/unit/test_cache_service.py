@@ -279,8 +279,12 @@ def test_what_cannot_be_shown_is_refused_with_every_violation() -> None:
         for request in (pb.GetPageMapRequest(first_page_id=100), pb.GetPageMapRequest(worker_id="who")):
             failure = await refused(stage.servicer.GetPageMap(request, None))
             assert (failure.status, failure.reason) == (grpc.StatusCode.NOT_FOUND, "WORKER_NOT_FOUND")
-        estimate = await refused(stage.servicer.EstimateCache(pb.EstimateCacheRequest(), None))
-        assert (estimate.reason, estimate.metadata) == ("FEATURE_DISABLED", {"feature": "estimate_cache"})
+        wrong = pb.EstimateCacheRequest(
+            pool_slots=range(1, 34), page_sizes=range(1, 10), eviction_policies=["lru"]
+        )
+        wrong.window.FromSeconds(0)
+        estimate = await refused(stage.servicer.EstimateCache(wrong, None))
+        assert paths(estimate) == ["pool_slots", "page_sizes", "pool_slots", "window"]
 
     run(work())
 
