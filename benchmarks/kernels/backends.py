@@ -140,6 +140,7 @@ def main() -> None:
     """Prints a line for each batch."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pages", type=int, nargs="*", default=[16])
+    parser.add_argument("--kinds", nargs="*", default=["prefill", "decode"])
     parser.add_argument("--out", default="", help="JSON file to write")
     arguments = parser.parse_args()
     records = []
@@ -147,7 +148,7 @@ def main() -> None:
         for page in arguments.pages:
             cells = [("prefill", q_lens, cached) for q_lens, cached in PREFILL]
             cells += [("decode", (1,) * batch, context - 1) for batch, context in DECODE]
-            for kind, q_lens, cached in cells:
+            for kind, q_lens, cached in [cell for cell in cells if cell[0] in arguments.kinds]:
                 records.append(measure(kind, heads, q_lens, cached, page))
                 print(json.dumps(records[-1]), flush=True)
                 torch.cuda.empty_cache()
