@@ -45,13 +45,17 @@ class Variant:
     has_fp8_pages: bool = False
 
 
-VARIANTS = [
-    Variant("fp32", FP32),
-    Variant("bf16", BF16),
-    Variant("bf16, fp8 pages", BF16, has_fp8_pages=True),
-    Variant("bf16, fp8 weights", BF16, has_fp8_weights=True),
-    Variant("bf16, fp8 weights and pages", BF16, has_fp8_weights=True, has_fp8_pages=True),
-]
+def variants(device: torch.device) -> list[Variant]:
+    """fp32 first, then what the device computes in, then fp8 of this and that beside it."""
+    dtype, name = (BF16, "bf16") if device.type == "cuda" else (FP32, "fp32")
+    found = [Variant("fp32", FP32)]
+    found += [Variant(name, dtype)] if dtype != FP32 else []
+    return [
+        *found,
+        Variant(f"{name}, fp8 pages", dtype, has_fp8_pages=True),
+        Variant(f"{name}, fp8 weights", dtype, has_fp8_weights=True),
+        Variant(f"{name}, fp8 weights and pages", dtype, has_fp8_weights=True, has_fp8_pages=True),
+    ]
 
 
 def load(name: str, variant: Variant, device: torch.device, num_tokens: int) -> Model:
@@ -158,11 +162,11 @@ def measure(name: str, device: torch.device) -> dict[str, Any]:
     targets = torch.split(ids[1:].long(), CHUNK)
     exact: list[Tensor] = []
     rows = []
-    for variant in VARIANTS:
+    for variant in variants(device):
         model = load(name, variant, device, len(ids))
         sums = Sums()
         for at, ours in enumerate(log_probabilities(model, ids, variant, device)):
-            if variant is VARIANTS[0]:
+            if at == len(exact):  # the first variant is the exact one
                 exact.append(ours)
             if at < len(targets):
                 sums.add(exact[at], ours, targets[at])
