@@ -1,0 +1,60 @@
+"""The benchmarks of the served path, of the start and of peers run on a CPU; their figures fit together."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ("--model", "random:tiny", "--device", "cpu")
+
+
+def run_benchmark(module: str, folder: Path, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", f"benchmarks.{module}", *TINY, "--results", str(folder), *arguments]
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=110)
+    (path,) = folder.glob(f"*-{module}-tiny.json")
+    figures: dict[str, Any] = json.loads(path.read_text())["figures"]
+    return figures
+
+
+@pytest.mark.slow
+def test_every_case_of_the_served_path_gives_its_figures(tmp_path: Path) -> None:
+    arguments = ("--scale", "0.02", "--clients", "2", "--rates", "1", "--services", "2")
+    rows = run_benchmark("serving", tmp_path, *arguments)["rows"]
+    assert [row["case"] for row in rows] == ["offline8", "first-token", "poisson", "long-prompt"]
+    offline, first_token, poisson, long_prompt = rows
+    assert offline["ratio"] == pytest.approx(
+        offline["tokens_per_second"] / offline["engine_alone_tokens_per_second"], rel=1e-3
+    )
+    assert len(offline["cores"]) == 3  # two services and the worker
+    assert first_token["added_ms"] == pytest.approx(
+        first_token["first_token_ms"]["p50"] - first_token["engine_alone_ms"], abs=0.02
+    )
+    assert poisson["requests"] >= 2
+    assert long_prompt["prompt_tokens"] == 640
+    assert long_prompt["open_streams"] == 64
+    assert long_prompt["first_token_ms_of_the_long_prompt"] > 0
+
+
+@pytest.mark.slow
+def test_two_starts_are_measured_to_their_first_token(tmp_path: Path) -> None:
+    first, second = run_benchmark("startup", tmp_path)["starts"]
+    for start in (first, second):
+        assert 0 < start["ready_seconds"] < start["first_token_seconds"] < 60
+        events = [event["event"] for event in start["timeline"]]
+        assert events.index("listening") < events.index("ready")
+
+
+@pytest.mark.slow
+def test_a_peer_that_fails_leaves_the_figures_of_the_others(tmp_path: Path) -> None:
+    """transformers refuses this shape: 6 heads do not divide a width of 64."""
+    figures = run_benchmark("peers", tmp_path, "--peers", "transformers", "kvatlas", "--workloads", "b1")
+    engines = figures["engines"]
+    assert engines["transformers"] == {"rows": [], "ended": "exit 1"}
+    assert [(row["workload"], row["pass"]) for row in engines["kvatlas"]["rows"]] == [("b1", 1), ("b1", 2)]
+    assert all(row["output_tokens"] == 256 for row in engines["kvatlas"]["rows"])
+    assert figures["ratios"] == {"transformers": {}}

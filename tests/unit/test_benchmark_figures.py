@@ -1,0 +1,78 @@
+"""What the benchmarks make of what they saw: workloads, rates, gaps, ratios, the timeline of a start."""
+
+import pytest
+
+from benchmarks.peers.__main__ import ratios
+from benchmarks.serving_cases import first_token_ms, gaps_ms, percentiles, rate
+from benchmarks.startup import timeline
+from benchmarks.workloads import HIGHEST_ID, LOWEST_ID, fixed, id_limit, named, published
+
+
+def test_the_published_workload_is_that_of_the_peers() -> None:
+    """144,294 output tokens are in every published figure of this workload."""
+    workload = published(256)
+    assert (workload.name, len(workload.prompts)) == ("offline256", 256)
+    assert sum(workload.output_tokens) == 144_294
+    assert workload.prompt_tokens == 143_501
+
+
+def test_a_renamed_workload_has_the_same_lengths_and_no_common_prefix() -> None:
+    workload = published(16)
+    other = workload.renamed(1)
+    assert [len(p) for p in other.prompts] == [len(p) for p in workload.prompts]
+    assert other.output_tokens == workload.output_tokens
+    assert all(a[0] != b[0] for a, b in zip(workload.prompts, other.prompts, strict=True))
+    assert all(LOWEST_ID <= n <= HIGHEST_ID for prompt in other.prompts for n in prompt)
+
+
+def test_ids_stay_within_a_small_vocabulary() -> None:
+    small = fixed(2, 600).within(id_limit("random:tiny"))
+    assert max(max(prompt) for prompt in small.prompts) < 512
+    assert fixed(2, 600).within(id_limit("random:qwen3-0.6b")) == fixed(2, 600)
+
+
+def test_workloads_have_names() -> None:
+    assert [len(named(name).prompts) for name in ("b1", "b8", "offline32")] == [1, 8, 32]
+    with pytest.raises(ValueError, match="no workload is called 'c4'"):
+        named("c4")
+
+
+ANSWERS = [
+    {"sent": 1_000_000_000, "times": [1_010_000_000, 1_020_000_000, 1_050_000_000], "counts": [1, 1, 3]},
+    {"sent": 1_500_000_000, "times": [1_520_000_000, 2_000_000_000], "counts": [2, 3]},
+]
+
+
+def test_the_rate_is_over_the_first_send_and_the_last_token() -> None:
+    assert rate(ANSWERS) == pytest.approx(10.0)
+
+
+def test_gaps_lie_between_messages_of_one_stream_and_within_the_window() -> None:
+    assert gaps_ms(ANSWERS) == [10.0, 30.0, 480.0]
+    assert gaps_ms(ANSWERS, after=1_050_000_000) == [30.0, 480.0]
+    assert gaps_ms(ANSWERS, before=1_050_000_000) == [10.0]
+    assert first_token_ms(ANSWERS) == [10.0, 20.0]
+    assert percentiles([3.0, 1.0, 2.0]) == {"p50": 2.0, "p90": 3.0, "p99": 3.0, "max": 3.0}
+    assert percentiles([]) == {}
+
+
+def test_ratios_compare_equal_passes_only() -> None:
+    def row(number: int, tokens: float) -> dict[str, object]:
+        return {"workload": "b1", "pass": number, "tokens_per_second": tokens}
+
+    engines = {"kvatlas": {"rows": [row(1, 50.0), row(2, 300.0)]}, "vllm": {"rows": [row(2, 100.0)]}}
+    assert ratios(engines) == {"vllm": {"b1 pass 2": 3.0}}
+    assert ratios({"vllm": {"rows": []}}) == {"vllm": {}}
+
+
+def test_the_timeline_counts_from_the_start_and_names_phases() -> None:
+    log = (
+        "2026-01-02T03:04:05.500Z level=INFO logger=worker event=listening port=1\n"
+        "something else\n"
+        "2026-01-02T03:04:07.250Z level=INFO logger=worker.device event=phase phase=capture seconds=1.5\n"
+    )
+    start_ns = 1_767_323_045_000_000_000  # 2026-01-02T03:04:05Z
+    assert timeline(log, start_ns) == [
+        {"at": 0.5, "event": "listening"},
+        {"at": 2.25, "event": "phase", "phase": "capture", "seconds": "1.5"},
+    ]
