@@ -4,9 +4,11 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
@@ -15,6 +17,7 @@ from dashboard.config import ConfigError, DashboardConfig, from_args, wants_prin
 
 USAGE_STATUS, START_STATUS = 2, 1
 PARENT_WATCH_SECONDS = 0.5
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 GRACE_SECONDS = 3  # for open sockets, when it ends
 
 logger = logging.getLogger("dashboard")
@@ -22,6 +25,8 @@ logger = logging.getLogger("dashboard")
 
 def main(arguments: Sequence[str]) -> int:
     """Serves until a signal; returns the exit status."""
+    for number in SIGNALS:
+        signal.signal(number, _leave)
     try:
         config = from_args(arguments)
     except ConfigError as error:
@@ -49,6 +54,9 @@ async def _serve(config: DashboardConfig) -> int:
             timeout_graceful_shutdown=GRACE_SECONDS,
         )
     )
+    # uvicorn takes these over while it serves, and raises them once more when it has ended in order.
+    for number in SIGNALS:
+        signal.signal(number, _pass)
     tell = asyncio.ensure_future(_tell_when_ready(server, config))
     watch = asyncio.ensure_future(_watch_parent(config.parent_watch, server))
     try:
@@ -80,6 +88,15 @@ async def _watch_parent(pid: int, server: uvicorn.Server) -> None:
     if pid:
         logger.warning("event=parent_gone pid=%d", pid)
         server.should_exit = True
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Before anything serves a signal simply ends the process."""
+    raise SystemExit(0)
+
+
+def _pass(number: int, frame: FrameType | None) -> None:
+    """It has ended already."""
 
 
 if __name__ == "__main__":

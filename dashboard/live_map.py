@@ -4,6 +4,7 @@ One thread applies messages, any thread reads; one lock guards all. Owns revisio
 is one, over all epochs, and a viewer remembers the one it has seen. Knows no channels and no clock.
 """
 
+import io
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -306,6 +307,15 @@ class LiveMap:
         """The map at a past moment. Takes milliseconds of work: not for an event loop."""
         with self.lock:
             return self.history.at(clock_ms)
+
+    def snapshot_bytes(self) -> bytes:
+        """All planes of one revision and that revision (epoch, number), for numpy.load."""
+        with self.lock:
+            planes: dict[str, Any] = self.planes(list(self.page_map.planes))
+            at = self.page_map.revision
+        packed = io.BytesIO()
+        np.savez_compressed(packed, revision=np.array([at.epoch, at.number], np.uint64), **planes)
+        return packed.getvalue()
 
     def _ids_since(self, seen: int) -> NDArray[np.uint32]:
         if self._recent and (len(self._recent) < RECENT_MESSAGES or self._recent[0][0] <= seen + 1):

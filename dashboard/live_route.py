@@ -90,7 +90,7 @@ class LiveRoutes:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            with suppress(RuntimeError):  # closed by the other end
+            with suppress(RuntimeError, WebSocketDisconnect):  # closed by the other end
                 await socket.close()
 
     async def _serve_spectrogram(self, request: Request) -> Response:

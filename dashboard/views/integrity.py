@@ -1,10 +1,7 @@
 """Integrity: what the worker's audit says of its books, and what the copy here says of itself."""
 
-import io
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import pandas as pd
 import streamlit as st
 
@@ -14,7 +11,6 @@ from dashboard.live_pages import Follower
 from dashboard.mirror_checks import check_mirror
 from dashboard.view_parts import choose_follower, clock_text, needs_map, period
 from kvatlas.client.errors import KvatlasError
-from kvatlas.client.page_map import PLANES
 
 ROW = 3  # tiles side by side
 
@@ -119,21 +115,10 @@ def _download(follower: Follower) -> None:
     if follower.live_map.is_whole and st.toggle("Prepare a snapshot", key="wants_snapshot"):
         st.download_button(
             "Download snapshot (.npz)",
-            snapshot_bytes(follower),
+            follower.live_map.snapshot_bytes(),
             file_name=f"pages-{follower.worker_id}.npz",
             mime="application/octet-stream",
         )
-
-
-def snapshot_bytes(follower: Follower) -> bytes:
-    """All planes of one revision, for numpy.load."""
-    live = follower.live_map
-    with live.locked() as page_map:
-        planes: dict[str, Any] = {name: page_map.planes[name].copy() for name in PLANES}
-        revision = np.array([page_map.revision.epoch, page_map.revision.number], np.uint64)
-    packed = io.BytesIO()
-    np.savez_compressed(packed, revision=revision, **planes)
-    return packed.getvalue()
 
 
 show()
