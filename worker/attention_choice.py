@@ -52,6 +52,8 @@ def choose(config: WorkerConfig, model: ModelConfig, around: Surroundings) -> Ch
         return _automatic(config, model, around)
     if name in _ON_CUDA_ONLY and around.device.type != "cuda":
         raise ConfigError(f"attention_backend: {name} needs a CUDA device, not {around.device}")
+    if name == "cpu" and around.device.type != "cpu":
+        raise ConfigError(f"attention_backend: cpu needs --device cpu, not {around.device}")
     if around.kv_dtype == torch.float8_e4m3fn and name not in _WITH_FP8_PAGES:
         raise ConfigError(f"kv_dtype: fp8 pages are read by {', '.join(_WITH_FP8_PAGES)}, not by {name}")
     if name == "flashinfer" and not around.has_flashinfer:

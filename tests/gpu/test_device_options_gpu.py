@@ -68,5 +68,10 @@ def test_what_does_not_go_together_is_refused_by_name(changes: dict[str, Any], n
     """M-29: at the start, before anything is loaded or right when it is made."""
     config = WorkerConfig(**BASE, **changes)
     with pytest.raises(ConfigError, match=named):
-        TorchDevice().facts(config)
-        TorchDevice().build(config.resolved(model_context=512, automatic_pages=64))
+        start(config)
+
+
+def start(config: WorkerConfig) -> None:
+    """As a worker does."""
+    TorchDevice().facts(config)
+    TorchDevice().build(config.resolved(model_context=512, automatic_pages=64))

@@ -63,6 +63,7 @@ def test_deterministic_outputs_have_one_backend_for_each_device() -> None:
         ("flashinfer", WITHOUT, "not installed"),
         ("flashinfer", replace(WITH_ALL, kv_dtype=FP8), "fp8 pages"),
         ("paged_cuda", replace(WITHOUT, kv_dtype=FP8), "fp8 pages"),
+        ("cpu", WITH_ALL, "needs --device cpu"),
         ("fastest", WITH_ALL, "none of auto, cpu"),
     ],
 )
@@ -74,5 +75,6 @@ def test_a_named_backend_that_cannot_be_is_refused(name: str, around: Surroundin
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "auto"])
 def test_a_named_backend_is_taken_at_its_word(name: str) -> None:
-    choice = chosen(WITH_ALL, attention_backend=name)
+    around = replace(WITH_ALL, device=CPU, kv_dtype=FP32) if name == "cpu" else WITH_ALL
+    choice = chosen(around, attention_backend=name)
     assert (choice.name, choice.decode, choice.reason) == (name, "", "asked for")
