@@ -20,6 +20,8 @@ from kvatlas.v1 import generation_pb2_grpc
 VOCABULARY = 200  # ids from 1: below what every model has
 TIMEOUT_SECONDS = 120.0
 MAX_NOTES = 10
+NOT_READY = "the model is not ready"  # what the service says while its only worker is gone
+RETRY_SECONDS = 0.2
 RESULTS = ("hit", "miss_cold", "miss_evicted", "unaligned")
 
 
@@ -118,7 +120,12 @@ class MixedLoad:
             try:
                 kind(draw)
             except grpc.RpcError as error:
-                self._note(f"{kind.__name__}: {error.code()} {error.details()}")  # type: ignore[attr-defined]
+                call: Any = error
+                if call.code() is grpc.StatusCode.UNAVAILABLE and call.details() == NOT_READY:
+                    self._count("unavailable")
+                    self._stopping.wait(RETRY_SECONDS)
+                else:
+                    self._note(f"{kind.__name__}: {call.code()} {call.details()}")
 
     # Kinds of requests
 

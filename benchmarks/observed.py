@@ -60,8 +60,8 @@ class Findings:
         )
 
 
-def panel_queries(window: str = "30s", span: str = "10m") -> list[tuple[str, str]]:
-    """(place, expression) of every query of every dashboard, with Grafana's variables filled in."""
+def panel_queries(window: str = "20m", span: str = "20m") -> list[tuple[str, str]]:
+    """(place, expression) of every query of both dashboards; windows reach back to the kill at the start."""
     filled = {"$__rate_interval": window, "$__range": span, "$worker": ".*", "$service": ".*"}
     queries = []
     for name, board in BOARDS.items():
@@ -147,6 +147,7 @@ def observe(prometheus: Prometheus, load: MixedLoad, kill_worker: Any, seconds: 
     account = load.account
     with account.lock:  # from here on counters and account begin together
         account.prefix.clear()
+        unavailable = account.outcomes["unavailable"]
     before = prefix_tokens(prometheus)
     load.resume()
     time.sleep(max(0.0, seconds - (time.monotonic() - began)))
@@ -159,6 +160,8 @@ def observe(prometheus: Prometheus, load: MixedLoad, kill_worker: Any, seconds: 
     span = f"{math.ceil(time.monotonic() - began)}s"
     found.scrapes, found.wrong_scrapes = wrong_scrapes(prometheus, span)
     found.outcomes, found.unexpected = dict(account.outcomes), list(account.unexpected)
+    if account.outcomes["unavailable"] > unavailable:
+        found.unexpected.append("requests were refused long after the worker was back")
     found.preemptions, found.resumes = account.preemptions, account.resumes
     evicted = prometheus.query('sum(kvatlas_page_evictions_total{reason="capacity"})')
     found.evictions = int(evicted[0].value)

@@ -24,18 +24,21 @@ from typing import Any
 
 import yaml
 
+from service.metric_table import TABLE as SERVICE_TABLE
+from worker.readers.metric_table import TABLE as WORKER_TABLE
+
 FOLDER = Path(__file__).resolve().parent
 RULE_FILES = ("recording.yml", "alerts.yml")
 TEST_FILES = ("rules_test.yml", "slo_test.yml")  # in the order of their cost
 TIMEOUT_SECONDS = 120.0
 
+LABELS = {metric.exposed: set(metric.labels) for metric in (*WORKER_TABLE, *SERVICE_TABLE)}
 FLIPS = {">": "<", "<": ">", "==": "!=", "!=": "=="}
 FUNCTIONS = {
     "rate": "irate",
-    "increase": "rate",
     "min_over_time": "max_over_time",
     "max_over_time": "min_over_time",
-    "sum": "max",
+    "sum": "min",
     "max": "sum",
     "and": "or",
 }
@@ -45,6 +48,9 @@ _WINDOW = re.compile(r"(?<=\[)\d+[smh](?=\])|(?<=offset )\d+[smh]")
 _MATCHER = re.compile(r"\w+(?:=~|!~|!=|=)\"[^\"]*\"")
 _FUNCTION = re.compile(rf"(?<![:\w])(?:{'|'.join(FUNCTIONS)})\b(?=[ (])")
 _GROUPING = re.compile(r"\b(?:by|on) \([\w, ]+\) ?")
+_AGGREGATED = re.compile(
+    r" by \((?P<by>[\w, ]+)\) \((?:\w+\()?(?P<name>\w+?)(?:_bucket|_count)?(?:\{(?P<inside>[^}]*)\})?[\[) ]"
+)
 _ARITHMETIC = re.compile(r"(?<= )[-+/](?= )")
 
 
@@ -102,10 +108,22 @@ def _replaced(
 ) -> Iterator[tuple[str, str]]:
     for found in pattern.finditer(expression):
         new = change(found[0])
+        if found[0] in ("sum", "max") and _is_of_one_series(expression[found.end() :]):
+            continue
         text = expression[: found.start()] + new + expression[found.end() :]
         text = text.replace("{,", "{").replace(",}", "}").replace("on (instance) (", "(")
         if text != expression:
             yield f"{found[0].strip()} → {new or 'nothing'} at {found.start()}", text
+
+
+def _is_of_one_series(rest: str) -> bool:
+    """Whether an aggregation that begins before `rest` has one series a process, whatever is done with it."""
+    found = _AGGREGATED.match(rest)
+    if found is None:
+        return False
+    grouping, name, inside = set(found["by"].split(", ")), found["name"], found["inside"] or ""
+    fixed = set(re.findall(r'(\w+)="', inside))
+    return "instance" in grouping and LABELS.get(name, {"?"}) <= fixed | grouping
 
 
 def _other_number(text: str) -> str:
