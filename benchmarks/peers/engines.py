@@ -8,6 +8,7 @@ are those its own benchmark uses, where it has one. Everything of an engine is i
 import importlib.metadata
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +118,11 @@ def _read_new_rope_settings(config_module: Any) -> None:
 
     def from_hf(cls: Any, config: Any) -> Any:
         parameters = getattr(config, "rope_parameters", None) or {}
-        config.rope_theta = parameters.get("rope_theta", getattr(config, "rope_theta", 10_000.0))
-        config.rope_scaling = None  # the same work whatever the scaling
-        return read(cls, config)
+        base = parameters.get("rope_theta") or getattr(config, "rope_theta", 10_000.0)
+        config.rope_theta = base
+        found = read(cls, config)
+        # Without scaling: the same work, and the old code knows no other kinds.
+        return replace(found, rotary_config=replace(found.rotary_config, base=base, scaling=None))
 
     config_module.ModelConfig.from_hf = classmethod(from_hf)
 
