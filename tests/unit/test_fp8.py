@@ -5,6 +5,8 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before the imports below
 
 import math
+from array import array
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,14 +15,17 @@ from kernels import fp8, reference
 from kernels.batch import KvLayer
 from kernels.cpu_backend import CpuBackend
 from kernels.testing import random_paged_problem
+from worker.config import WorkerConfig
 from worker.execution.kv_pool import KvPool
-from worker.ids import PageId
+from worker.ids import PageId, Row, SequenceId
 from worker.model.layers import LinearWeights, Placement, TorchLinear
 from worker.model.quantized import HEAD, Fp8Linear, fp8_linear
 from worker.model.quantized_kv import HEADROOM, measure_kv_scales, scale_for
 from worker.model.random_weights import RandomSource
 from worker.model.toy import toy_model
-from worker.scheduling.step import PageCopy
+from worker.scheduling.sampling import SamplingParams
+from worker.scheduling.step import PageCopy, RowStart, Step
+from worker.torch_device import TorchDevice
 
 CPU = torch.device("cpu")
 
@@ -197,3 +202,45 @@ def test_measured_scales_are_those_of_the_models_own_keys_and_values() -> None:
         assert k <= k_scale * fp8.LARGEST
         assert v <= v_scale * fp8.LARGEST
         assert k > k_scale * fp8.LARGEST / 16, "and the range is used"
+
+
+def tokens_of(backend: str, kv_dtype: str, prompt: tuple[int, ...], count: int) -> list[int]:
+    """Greedy tokens of one sequence through a worker's device: a prompt in two chunks, then decode."""
+    config = WorkerConfig(
+        model="random:tiny", page_size=4, num_pages=16, max_running=2, threads=1,
+        attention_backend=backend, kv_dtype=kv_dtype,
+    )  # fmt: skip
+    runner = TorchDevice().build(config.resolved(model_context=64, automatic_pages=16))
+    begin = RowStart(Row(0), SequenceId(0), 0, prompt, len(prompt), SamplingParams(), frozenset())
+    edges = [0, 6, *range(len(prompt), len(prompt) + count)]
+    found: list[int] = []
+    for start, end in pairwise(edges):
+        is_first = start == 0
+        pages = array("i", range(-(-(len(prompt) + count) // 4) if is_first else 0))
+        step = Step(
+            number=1,
+            sequence_ids=(begin.sequence_id,),
+            rows=array("i", (0,)),
+            starts=array("i", (start,)),
+            ends=array("i", (end,)),
+            sampled=(0,) if end >= len(prompt) else (),
+            num_decode=int(end - start == 1),
+            row_starts=(begin,) if is_first else (),
+            new_page_rows=array("i", (0,)) * len(pages),
+            new_page_indexes=pages,
+            new_page_ids=pages,
+        )
+        result = runner.launch(step).result()
+        assert not result.failed
+        found += result.token_ids
+    runner.close()
+    return found
+
+
+def test_a_worker_answers_over_fp8_pages_alike_with_both_backends_of_a_processor() -> None:
+    """The same bytes are stored and read, whoever does it; the first token is that over fp32 pages."""
+    prompt = tuple((13 * i + 5) % 250 + 1 for i in range(17))
+    ours = tokens_of("cpu", "fp8", prompt, 12)
+    assert ours == tokens_of("reference", "fp8", prompt, 12)
+    assert len(ours) == 12
+    assert ours[0] == tokens_of("reference", "auto", prompt, 12)[0]
