@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels.batch import KvLayer, PagedBatch
-from kernels.paged_decode import DecodePlan, make_plan, paged_decode, plan_decode, resized
+from kernels.decode_plan import DecodePlan, make_plan, plan_decode
+from kernels.paged_decode import paged_decode
 from kernels.paged_prefill import list_tiles, paged_prefill
 from kernels.store_kv import store_kv
 
@@ -23,8 +24,7 @@ class TritonBackend:
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, max_context: int) -> None:
         self._shape = (num_heads, num_kv_heads, head_dim)
         self._max_context = max_context
-        self._buffers: DecodePlan | None = None  # of the largest decode batch seen
-        self._decode: DecodePlan | None = None
+        self._decode: DecodePlan | None = None  # large enough for the largest decode batch seen
         self._batch: PagedBatch | None = None
         self._tiles: Tensor | None = None  # int32 [num_tiles, 2]: of prefill spans
 
@@ -32,15 +32,14 @@ class TritonBackend:
         """Lists the chunks of decode spans on the device and the tiles of prefill spans on the host."""
         self._batch = batch
         if batch.num_decode:
-            if self._buffers is None or self._buffers.chunk_sizes.shape[0] < batch.num_decode:
+            if self._decode is None or self._decode.arrived.shape[0] < batch.num_decode:
                 capacity = 1 << (batch.num_decode - 1).bit_length()
-                self._buffers = make_plan(capacity, *self._shape, self._max_context, batch.rows.device)
-            self._decode = resized(self._buffers, batch.num_decode)
-            plan_decode(self._decode, batch.kv_lens[: batch.num_decode])
+                self._decode = make_plan(capacity, *self._shape, self._max_context, batch.rows.device)
+            plan_decode(self._decode, batch.rows[: batch.num_decode], batch.kv_lens[: batch.num_decode])
         heads, kv_heads, _ = self._shape
         lens = [0 if i < batch.num_decode else n for i, n in enumerate(batch.q_lens_host)]
         tiles = list_tiles(lens, heads // kv_heads)
-        self._tiles = torch.tensor(tiles, dtype=torch.int32).to(batch.rows.device) if tiles else None
+        self._tiles = _sent(tiles, batch.rows.device) if tiles else None
 
     def run(self, kv: KvLayer, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
         """Stores, then attends."""
@@ -54,13 +53,12 @@ class TritonBackend:
         assert batch is not None, "attend before plan"
         if self._tiles is None:
             assert decode is not None, "a batch without spans"
-            return paged_decode(q, kv, batch.page_table, batch.rows, batch.kv_lens, decode, scale=scale)
+            return paged_decode(q, kv, batch.page_table, decode, scale=scale)
         out = paged_prefill(q, kv, batch, self._tiles, scale=scale)
         if batch.num_decode:
             assert decode is not None, "planned above"
             first = slice(batch.num_decode)
-            rows, lens = batch.rows[first], batch.kv_lens[first]
-            out[first] = paged_decode(q[first], kv, batch.page_table, rows, lens, decode, scale=scale)
+            paged_decode(q[first], kv, batch.page_table, decode, scale=scale, out=out[first])
         return out
 
     def static_decode(self, page_table: Tensor, max_batch: int) -> "TritonStaticDecode":
@@ -73,22 +71,23 @@ class TritonBackend:
 class TritonStaticDecode:
     """See kernels.backend.StaticDecode. Chunks are listed on the device, so a replay needs no host plan."""
 
-    def __init__(self, buffers: DecodePlan, page_table: Tensor) -> None:
-        self._buffers = buffers
+    def __init__(self, plan: DecodePlan, page_table: Tensor) -> None:
+        self._plan = plan
         self._page_table = page_table
-        self._plan: DecodePlan | None = None
-        self._rows = self._kv_lens = page_table[:0, 0]
 
     def prepare(self, size: int, kv_lens: Sequence[int]) -> None:
         """Nothing: the kernels read the lengths where they lie."""
 
     def begin(self, rows: Tensor, kv_lens: Tensor) -> None:
         """Lists the chunks."""
-        self._rows, self._kv_lens = rows, kv_lens
-        self._plan = resized(self._buffers, rows.shape[0])
-        plan_decode(self._plan, kv_lens)
+        plan_decode(self._plan, rows, kv_lens)
 
     def attend(self, kv: KvLayer, q: Tensor, *, scale: float) -> Tensor:
         """One layer."""
-        assert self._plan is not None, "attend before begin"
-        return paged_decode(q, kv, self._page_table, self._rows, self._kv_lens, self._plan, scale=scale)
+        return paged_decode(q, kv, self._page_table, self._plan, scale=scale)
+
+
+def _sent(tiles: list[tuple[int, int]], device: torch.device) -> Tensor:
+    """The tiles on the device; from pinned memory, so that the host need not wait for the stream."""
+    host = torch.tensor(tiles, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)

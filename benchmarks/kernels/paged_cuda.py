@@ -5,30 +5,34 @@ benchmarks.kernels.paged_decode.
 """
 
 import argparse
-import itertools
 import json
 
 import torch
 
 from benchmarks.kernels import paged_decode as peer
+from benchmarks.kernels.timing import copies_for, graphed_us
 from kernels.paged_cuda.build import Specialization
 from kernels.paged_cuda.library import Context, load, num_partitions
-from kernels.paged_decode import DecodeLaunch
 
 
 def historical_us(cell: peer.Cell) -> dict[str, float | None]:
     """Microseconds of v1 and v2 on random K and V; None where the logits do not fit in shared memory."""
     major, minor = torch.cuda.get_device_capability()
-    library = load(Specialization(cell.dim, cell.page, "bfloat16"), f"sm_{major}{minor}")
-    cache = library.new_cache(len(cell.page_ids), cell.kv_heads, cell.q.device)
-    cache.k.normal_()
-    cache.v.normal_()
-    lens = torch.full((cell.batch,), cell.context, dtype=torch.int32, device=cell.q.device)
-    context = Context(cell.page_ids.view(cell.batch, -1), lens, cell.context, cell.dim**-0.5)
-    scratch = library.new_partitions(cell.batch * cell.heads * num_partitions(cell.context), cell.q.device)
+    library = load(Specialization(peer.DIM, cell.page, "bfloat16"), f"sm_{major}{minor}")
+    copies = range(copies_for(cell.kv_bytes))
+    caches = [library.new_cache(len(cell.page_ids), peer.KV_HEADS, cell.q.device) for _ in copies]
+    for cache in caches:
+        cache.k.normal_()
+        cache.v.normal_()
+    (batch, heads, _), longest = cell.q.shape, max(cell.lengths)
+    lens = torch.tensor(cell.lengths, dtype=torch.int32, device=cell.q.device)
+    context = Context(cell.page_ids.view(batch, -1), lens, longest, peer.DIM**-0.5)
+    scratch = library.new_partitions(batch * heads * num_partitions(longest), cell.q.device)
     return {
-        "v1_us": peer.graphed(lambda: library.v1(cell.q, cache, context)) if cell.context <= 32768 else None,
-        "v2_us": peer.graphed(lambda: library.v2(cell.q, cache, context, scratch)),
+        "v1_us": graphed_us(lambda cache: library.v1(cell.q, cache, context), caches)
+        if longest <= 32768
+        else None,
+        "v2_us": graphed_us(lambda cache: library.v2(cell.q, cache, context, scratch), caches),
     }
 
 
@@ -39,16 +43,18 @@ def main() -> None:
     parser.add_argument("--out", default="", help="JSON file to write")
     arguments = parser.parse_args()
     records = []
-    for heads, shape, page in itertools.product(peer.HEADS, peer.SHAPES, arguments.pages):
-        cell = peer.make_cell(*shape, page, *heads)
-        times = {**historical_us(cell), "triton_us": peer.ours(cell, DecodeLaunch(), 1)}
+    for lengths, page, query_heads, name in peer.cells(arguments.pages):
+        if min(lengths) != max(lengths):
+            continue  # its block tables are rectangles
+        cell = peer.make_cell(lengths, page, query_heads, name)
+        times = {**historical_us(cell), "triton_us": peer.ours(cell)}
         fastest = min(us for name, us in times.items() if us and name != "triton_us")
         records.append(
             {
-                "batch": cell.batch,
+                "batch": len(lengths),
                 "context": cell.context,
-                "page": cell.page,
-                "heads": cell.heads,
+                "page": page,
+                "heads": query_heads,
                 **{name: us and round(us, 2) for name, us in times.items()},
                 "tb_s": round(cell.kv_bytes / fastest / 1e6, 2),
             }

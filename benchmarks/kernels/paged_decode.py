@@ -1,80 +1,82 @@
-"""Decode attention: time and KV bytes per second by batch, context and page size.
+"""Decode attention: time, KV bytes a second and percent of the limit by batch, context and page size.
 
-FlashInfer stands beside it where it is installed. `python -m benchmarks.kernels.paged_decode [--tune]` on a
-CUDA device prints a table and, with --out, writes JSON.
+FlashInfer stands beside it where it is installed, timed in the same way on the same pages.
+`python -m benchmarks.kernels.paged_decode [--tune] [--pages 1 16 64]` on a CUDA device prints a table and,
+with --out, writes JSON.
 """
 
 import argparse
 import itertools
 import json
-from collections.abc import Callable
+import random
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from triton.testing import do_bench
 
+from benchmarks.kernels.timing import READ_TB_S, copies_for, graphed_us
 from kernels.batch import KvLayer
-from kernels.paged_decode import DecodeLaunch, make_plan, paged_decode, plan_decode
+from kernels.decode_plan import DecodeLaunch, make_plan, plan_decode
+from kernels.paged_decode import paged_decode
 
 SHAPES = [(1, 1024), (8, 1024), (64, 1024), (256, 1024), (1, 32768), (64, 8192)]
-HEADS = [(32, 8, 128), (16, 8, 128)]
+"""Batch and context of the cells of 32 query heads; FlashInfer's figures of 2026-11 are of these."""
+SMALL_SHAPES = [(8, 640), (64, 640), (256, 640)]
+"""The same for 16 query heads: contexts of the offline workload."""
+HEADS = {32: SHAPES, 16: SMALL_SHAPES}
+KV_HEADS, DIM = 8, 128
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch of equal contexts whose pages lie in random order."""
+    """A batch whose pages lie in random order, with copies of the pool for a cold cache."""
 
-    batch: int
-    context: int
+    context: str
     page: int
-    heads: int
-    kv_heads: int
-    dim: int
-    q: Tensor
-    pool: Tensor  # [2, num_slots, kv_heads, dim]
-    page_ids: Tensor
+    lengths: list[int]
+    q: Tensor  # [batch, heads, dim]
+    pools: list[KvLayer]
+    page_ids: Tensor  # int32, the pages of all sequences one after another
+    table: Tensor  # int32 [batch, width]
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V that one call must read."""
-        return self.batch * self.context * 2 * self.kv_heads * self.dim * self.pool.element_size()
+        slot = 2 * self.pools[0].k[0].numel() * self.pools[0].k.element_size()
+        return sum(self.lengths) * slot
 
 
-def make_cell(batch: int, context: int, page: int, heads: int, kv_heads: int, dim: int) -> Cell:
+def make_cell(lengths: list[int], page: int, heads: int, context: str = "") -> Cell:
     """A seeded cell on the device, in bf16."""
     torch.manual_seed(0)
-    pages = batch * -(-context // page)
-    pool = torch.randn(2, pages * page, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
-    q = torch.randn(batch, heads, dim, device="cuda", dtype=torch.bfloat16)
+    pages = [-(-length // page) for length in lengths]
+    slots = sum(pages) * page
+    copies = copies_for(slots * 2 * KV_HEADS * DIM * 2)
+    pool = torch.randn(copies, 2, slots, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    page_ids = torch.randperm(sum(pages), device="cuda").int()
+    offsets = torch.arange(page, device="cuda", dtype=torch.int32)
+    rows = [(ids[:, None] * page + offsets).flatten() for ids in page_ids.split(pages)]
     return Cell(
-        batch, context, page, heads, kv_heads, dim, q, pool, torch.randperm(pages, device="cuda").int()
+        context=context or str(lengths[0]),
+        page=page,
+        lengths=lengths,
+        q=torch.randn(len(lengths), heads, DIM, device="cuda", dtype=torch.bfloat16),
+        pools=[KvLayer(one[0], one[1]) for one in pool],
+        page_ids=page_ids,
+        table=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).contiguous(),
     )
 
 
-def graphed(run: Callable[[], object], repeats: int = 8) -> float:
-    """Median microseconds of one call inside a CUDA graph of `repeats` calls."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            run()
-    return float(do_bench(graph.replay, return_mode="median", warmup=10, rep=60)) / repeats * 1e3
-
-
-def ours(cell: Cell, launch: DecodeLaunch, chunk_scale: int) -> float | None:
+def ours(cell: Cell, launch: DecodeLaunch | None = None, chunk_scale: int | None = None) -> float | None:
     """Microseconds of our kernel; None where the launch shape does not fit the device."""
-    offsets = torch.arange(cell.page, device="cuda", dtype=torch.int32)
-    table = (cell.page_ids[:, None] * cell.page + offsets).view(cell.batch, -1).contiguous()
-    rows = torch.arange(cell.batch, device="cuda", dtype=torch.int32)
-    lens = torch.full((cell.batch,), cell.context, device="cuda", dtype=torch.int32)
-    kv = KvLayer(cell.pool[0], cell.pool[1])
-    shape = (cell.batch, cell.heads, cell.kv_heads, cell.dim)
-    plan = make_plan(*shape, 32768, cell.q.device, chunk_scale=chunk_scale, launch=launch)
-    plan_decode(plan, lens)
+    batch, heads, dim = cell.q.shape
+    lens = torch.tensor(cell.lengths, device="cuda", dtype=torch.int32)
+    rows = torch.arange(batch, device="cuda", dtype=torch.int32)
+    shape = (batch, heads, KV_HEADS, dim)
+    plan = make_plan(*shape, max(8192, *cell.lengths), cell.q.device, chunk_scale=chunk_scale, launch=launch)
+    plan_decode(plan, rows, lens)
     try:
-        return graphed(lambda: paged_decode(cell.q, kv, table, rows, lens, plan, scale=cell.dim**-0.5))
+        return graphed_us(lambda kv: paged_decode(cell.q, kv, cell.table, plan, scale=dim**-0.5), cell.pools)
     except Exception as error:
         if "out of resource" not in str(error):
             raise
@@ -87,24 +89,27 @@ def flashinfer_us(cell: Cell) -> float | None:
         import flashinfer
     except ImportError:
         return None
-    pages = -(-cell.context // cell.page)
-    cache = tuple(part.view(-1, cell.page, cell.kv_heads, cell.dim) for part in cell.pool)
+    pages = [-(-length // cell.page) for length in cell.lengths]
     workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-    indptr = torch.arange(cell.batch + 1, dtype=torch.int32, device="cuda") * pages
-    last = torch.full((cell.batch,), (cell.context - 1) % cell.page + 1, dtype=torch.int32, device="cuda")
+    indptr = torch.tensor([0, *itertools.accumulate(pages)], dtype=torch.int32, device="cuda")
+    last = [(length - 1) % cell.page + 1 for length in cell.lengths]
     kinds = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
-    shape = (cell.heads, cell.kv_heads, cell.dim, cell.page)
-    wrapper.plan(indptr, cell.page_ids, last, *shape, **kinds)
-    return graphed(lambda: wrapper.run(cell.q, cache))
+    shape = (cell.q.shape[1], KV_HEADS, DIM, cell.page)
+    wrapper.plan(indptr, cell.page_ids, torch.tensor(last, dtype=torch.int32, device="cuda"), *shape, **kinds)
+    caches = [tuple(p.view(-1, cell.page, KV_HEADS, DIM) for p in (kv.k, kv.v)) for kv in cell.pools]
+    return graphed_us(lambda cache: wrapper.run(cell.q, cache), caches)
 
 
-def launches(tune: bool) -> list[tuple[DecodeLaunch, int]]:
-    """Launch shapes and chunk scales to try."""
+def launches(tune: bool) -> list[tuple[DecodeLaunch, int | None]]:
+    """Launch shapes and chunk scales to try; None: chunks by the batch."""
     if not tune:
-        return [(DecodeLaunch(), 1), (DecodeLaunch(), 4)]
-    shapes = itertools.product((32, 64, 128), (4,), (2, 3), (1, 2, 3, 4), (1, 2, 4))
-    return [(DecodeLaunch(*shape), scale) for *shape, scale in shapes]
+        return [(DecodeLaunch(), None)]
+    shapes = itertools.product(((32, 2), (32, 4), (64, 4)), (3, 4), (3, 4, 5), (None, 2, 4, 16, 32))
+    return [
+        (DecodeLaunch(block, warps, stages, programs), scale)
+        for (block, warps), stages, programs, scale in shapes
+    ]
 
 
 def measure(cell: Cell, tune: bool) -> dict[str, object]:
@@ -112,17 +117,32 @@ def measure(cell: Cell, tune: bool) -> dict[str, object]:
     timed = [(us, launch, scale) for launch, scale in launches(tune) if (us := ours(cell, launch, scale))]
     us, launch, scale = min(timed, key=lambda item: item[0])
     peer = flashinfer_us(cell)
+    limit = cell.kv_bytes / READ_TB_S / 1e6
     return {
-        "batch": cell.batch,
+        "batch": len(cell.lengths),
         "context": cell.context,
         "page": cell.page,
-        "heads": cell.heads,
-        "kv_heads": cell.kv_heads,
+        "heads": cell.q.shape[1],
+        "kv_heads": KV_HEADS,
+        "bytes": cell.kv_bytes,
         "us": round(us, 2),
         "tb_s": round(cell.kv_bytes / us / 1e6, 2),
+        "percent_of_limit": round(100 * limit / us),
         "flashinfer_us": peer and round(peer, 2),
-        "launch": f"{launch} x{scale}",
+        "launch": f"{launch} {scale}" if tune else "default",
     }
+
+
+def cells(pages: list[int]) -> list[tuple[list[int], int, int, str]]:
+    """Arguments of make_cell; the last is a batch of mixed lengths, as the offline workload has."""
+    equal = [
+        ([context] * batch, page, heads, str(context))
+        for heads, shapes in HEADS.items()
+        for batch, context in shapes
+        for page in pages
+    ]
+    draw = random.Random(1)
+    return [*equal, ([draw.randint(100, 1600) for _ in range(256)], pages[0], 16, "100..1600")]
 
 
 def main() -> None:
@@ -133,8 +153,8 @@ def main() -> None:
     parser.add_argument("--out", default="", help="JSON file to write")
     arguments = parser.parse_args()
     records = []
-    for heads, shape, page in itertools.product(HEADS, SHAPES, arguments.pages):
-        records.append(measure(make_cell(*shape, page, *heads), arguments.tune))
+    for lengths, page, heads, context in cells(arguments.pages):
+        records.append(measure(make_cell(lengths, page, heads, context), arguments.tune))
         print(records[-1], flush=True)
         torch.cuda.empty_cache()
     if arguments.out:

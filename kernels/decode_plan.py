@@ -1,0 +1,176 @@
+"""How a decode step's contexts are cut into tiles: the list on the device, and the scratch that goes with it.
+
+A *chunk* is a run of tokens of one sequence, a *tile* one chunk for one KV head. The list is made on the
+device, once per step, and read by every layer, so a CUDA graph can hold both. Chunks of one sequence are of
+equal size. With a `chunk_scale` that size is a function of the sequence's own length, so a sequence's result
+does not depend on its company, bit for bit; without one it follows the tokens of the whole batch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from kernels.dependent_launch import dependent_launch
+
+GRAIN = 64
+"""Chunks are multiples of so many tokens."""
+MAX_CHUNKS = 64
+"""Chunks of one sequence: one program merges them."""
+RECORD = 8
+"""int32 of an entry of the list: span, row, first token, end, index among the span's chunks, their number."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLaunch:
+    """Launch shape; timings of the choices in docs/kernels.md."""
+
+    block: int = 32  # tokens a loop turn
+    warps: int = 2
+    stages: int = 4
+    programs_per_sm: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """Chunk list and scratch of decode attention; buffers are made once and live in the CUDA graph."""
+
+    chunks: Tensor  # int32 [capacity, RECORD]
+    num_chunks: Tensor  # int32 [1]
+    queue: Tensor  # int32 [1]: tiles taken beyond each program's first; zero between launches
+    partial: Tensor  # fp32 [capacity, num_heads, head_dim]
+    partial_lse: Tensor  # fp32 [capacity, num_heads]
+    arrived: Tensor  # int32 [max_spans, num_kv_heads], zero between launches
+    num_programs: int
+    chunk_scale: int | None
+    launch: DecodeLaunch
+
+
+def make_plan(
+    num_spans: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_kv_len: int,
+    device: torch.device,
+    *,
+    chunk_scale: int | None = None,
+    launch: DecodeLaunch | None = None,
+) -> DecodePlan:
+    """Allocates the buffers for batches of at most `num_spans` spans of at most `max_kv_len` tokens.
+
+    chunk_scale: a power of two; chunks have at least GRAIN times as many tokens. None: by the batch.
+    """
+    launch = launch or DecodeLaunch()
+    programs = 4
+    if device.type == "cuda":
+        programs = launch.programs_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+    if chunk_scale is None:
+        # What _chunk_by_batch can list: four tiles a program, and one short chunk more for each span.
+        capacity = 4 * programs // num_kv_heads + 2 * num_spans + 64
+    else:
+        capacity = num_spans * min(MAX_CHUNKS, -(-max_kv_len // (GRAIN * chunk_scale)))
+    return DecodePlan(
+        chunks=torch.zeros(capacity, RECORD, dtype=torch.int32, device=device),
+        num_chunks=torch.zeros(1, dtype=torch.int32, device=device),
+        queue=torch.zeros(1, dtype=torch.int32, device=device),
+        partial=torch.empty(capacity, num_heads, head_dim, dtype=torch.float32, device=device),
+        partial_lse=torch.empty(capacity, num_heads, dtype=torch.float32, device=device),
+        arrived=torch.zeros(num_spans, num_kv_heads, dtype=torch.int32, device=device),
+        num_programs=min(programs, capacity * num_kv_heads),
+        chunk_scale=chunk_scale,
+        launch=launch,
+    )
+
+
+def plan_decode(plan: DecodePlan, rows: Tensor, kv_lens: Tensor) -> None:
+    """Lists the chunks of a batch into the plan, on the device. rows, kv_lens int32 [num_spans]."""
+    num_spans, (max_spans, num_kv_heads) = kv_lens.shape[0], plan.arrived.shape
+    assert num_spans <= max_spans, f"plan is for {max_spans} spans, got {num_spans}"
+    _plan_kernel[(1,)](
+        rows,
+        kv_lens,
+        plan.chunks,
+        plan.num_chunks,
+        num_spans,
+        plan.num_programs,
+        GRAIN * (plan.chunk_scale or 0),
+        SPANS=triton.next_power_of_2(max_spans),
+        KV_HEADS=num_kv_heads,
+        MAX_CHUNKS=MAX_CHUNKS,
+        GRAIN=GRAIN,
+        RECORD=RECORD,
+        BY_BATCH=plan.chunk_scale is None,
+        **dependent_launch(kv_lens.device),
+    )
+
+
+@triton.jit
+def _chunk_by_batch(length, num_programs, KV_HEADS: tl.constexpr, GRAIN: tl.constexpr):
+    """Tokens of a chunk, so that all programs have work: half of them a tile while there are few tokens,
+    four tiles or whole sequences each where there are many. The last token of a span is not counted, so
+    padding, spans of one token, changes nothing.
+    """
+    share = tl.sum(tl.maximum(length - 1, 0).to(tl.int64), 0) * KV_HEADS // num_programs
+    chunk = tl.where(share <= 1024, tl.maximum(2 * share, 2 * GRAIN), tl.maximum(share // 4, 1024))
+    return chunk.to(tl.int32)
+
+
+@triton.jit
+def _chunk_by_length(length, shortest, MAX_CHUNKS: tl.constexpr):
+    """The least shortest * 2^k of at most MAX_CHUNKS chunks that is at least twice the root of the length:
+    the merge reads one part for each chunk, so both grow together.
+    """
+    chunk = tl.zeros_like(length) + shortest
+    for _ in range(12):
+        chunk = tl.where((chunk * MAX_CHUNKS < length) | (chunk * chunk < length * 4), chunk * 2, chunk)
+    return chunk
+
+
+@triton.jit(do_not_specialize=["num_spans", "num_programs", "shortest"])
+def _plan_kernel(
+    rows,
+    kv_lens,
+    chunks,
+    num_chunks,
+    num_spans,
+    num_programs,
+    shortest,
+    SPANS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+    GRAIN: tl.constexpr,
+    RECORD: tl.constexpr,
+    BY_BATCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # No gdc_launch_dependents: what follows starts when the list is there, see paged_decode.py.
+    if PDL:
+        gdc_wait()
+    span = tl.arange(0, SPANS)
+    real = span < num_spans
+    length = tl.load(kv_lens + span, mask=real, other=0)
+    row = tl.load(rows + span, mask=real, other=0)
+    if BY_BATCH:
+        chunk = _chunk_by_batch(length, num_programs, KV_HEADS, GRAIN)
+        chunk = tl.maximum(chunk, (length + MAX_CHUNKS - 1) // MAX_CHUNKS)
+    else:
+        chunk = _chunk_by_length(length, shortest, MAX_CHUNKS)
+    count = tl.maximum((length + chunk - 1) // chunk, 1)
+    even = (length + count - 1) // count
+    chunk = tl.maximum((even + GRAIN - 1) // GRAIN * GRAIN, GRAIN)
+    count = tl.where(real, (length + chunk - 1) // chunk, 0)
+    first = tl.cumsum(count, 0) - count
+    for index in range(tl.max(count, 0)):
+        here = index < count
+        record = chunks + (first + index) * RECORD
+        tl.store(record, span, mask=here)
+        tl.store(record + 1, row, mask=here)
+        tl.store(record + 2, index * chunk, mask=here)
+        tl.store(record + 3, tl.minimum((index + 1) * chunk, length), mask=here)
+        tl.store(record + 4, index, mask=here)
+        tl.store(record + 5, count, mask=here)
+    tl.store(num_chunks, tl.sum(count, 0))
