@@ -16,11 +16,12 @@ from worker.readers.metric_table import CHECKS
 from worker.scheduling.audit import Auditor, RowSpan
 from worker.scheduling.scheduler import Scheduler
 
-AUDIT_SHARE = 0.005  # of the engine's time at most
-ROUND_PAGES = 4096  # looked at one by one in one round, 0.4 us each; the next round goes on behind them
+AUDIT_SHARE = 0.002  # of the engine's time at most
+ROUND_PAGES = 512  # looked at one by one in one round, about 2 us each; the next round goes on behind them
 ROUND_ROWS = 4  # compared with the device in one round
 SPAN_SLOTS = 1024  # of each of them
 SWEEP_SHARE = 0.2  # of the engine's time while somebody waits for a sweep
+SWEEP_PAGES = 4096
 SWEEP_ROWS = 16
 READ_SECONDS = 5.0  # after which a copy is given up: the device stands still, which others report
 POLL_SECONDS = 0.002  # between two looks of an idle engine at a copy on its way
@@ -107,10 +108,13 @@ class LiveAudit:
 
     def _begin(self, now: float, sweep: _Sweep | None) -> None:
         began = self._clock()
-        source = self._scheduler if sweep is None else sweep.auditor
+        source: Scheduler | Auditor = self._scheduler
+        num_pages, num_rows = ROUND_PAGES, ROUND_ROWS
+        if sweep is not None:
+            source, num_pages, num_rows = sweep.auditor, SWEEP_PAGES, SWEEP_ROWS
         revision, found_ns = self._revision(), self._now_ns()
-        findings = [_finding(found, revision, found_ns) for found in source.check(ROUND_PAGES)]
-        spans = source.row_spans(ROUND_ROWS if sweep is None else SWEEP_ROWS, SPAN_SLOTS)
+        findings = [_finding(found, revision, found_ns) for found in source.check(num_pages)]
+        spans = source.row_spans(num_rows, SPAN_SLOTS)
         read = self._runner.begin_read(spans) if spans else None
         self._round = _Round(spans, read, findings, self._clock() - began, now, revision, sweep)
 

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 from worker.ids import Owner, PageId, Row, SequenceId
 
@@ -56,17 +57,15 @@ class SequenceView:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Running sequences of which nothing but pages changed; entry i of the first three columns together."""
+    """Pages that sequences got, or got in exchange, in order; entry i of all columns together."""
 
-    owners: "array[int]"  # 'H'
-    first_page_indexes: "array[int]"  # 'I': pages before that did not change
-    page_counts: "array[int]"  # 'I': pages from there on
-    page_ids: "array[int]"  # 'I': of all of them, one after the other
+    owners: "array[int]" = field(default_factory=lambda: array("H"))
+    page_indexes: "array[int]" = field(default_factory=lambda: array("i"))  # number in the sequence
+    page_ids: "array[int]" = field(default_factory=lambda: array("I"))
 
 
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """One step as the metrics see it."""
+class StepStats(NamedTuple):
+    """One step as the metrics see it. A tuple, since one is made for each step."""
 
     number: int
     seconds: float  # launch to result

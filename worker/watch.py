@@ -53,7 +53,7 @@ class Watch:
         """A step was committed; it may have been replayed from a CUDA graph."""
         self.last_step_seconds = seconds
         self.has_news = True
-        num_prefill = step.num_tokens - step.num_decode
+        num_prefill = step.num_tokens - step.num_decode if step.num_decode < len(step.rows) else 0
         self._steps.append(
             StepStats(step.number, seconds, len(step.rows), num_prefill, step.num_decode, is_replayed)
         )

@@ -136,7 +136,7 @@ def test_an_idle_engine_looks_again_while_a_copy_is_on_its_way() -> None:
 
 
 def test_a_sweep_looks_at_every_page_and_row_once_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.live_audit.ROUND_PAGES", 7)
+    monkeypatch.setattr("worker.live_audit.SWEEP_PAGES", 7)
     monkeypatch.setattr("worker.live_audit.SWEEP_ROWS", 1)
     bench = Bench()
     reports: list[SweepReport] = []

@@ -8,12 +8,12 @@ import pytest
 
 from worker.execution.fake_runner import FakeModel
 from worker.execution.testing import Harness, small_config
-from worker.ids import NO_PAGE, SequenceId
+from worker.ids import NO_PAGE, PageId, SequenceId
 from worker.pages.events import PageEventKind, PageState
 from worker.scheduling.books import Books
 from worker.scheduling.request import RequestSpec
 from worker.scheduling.sampling import SamplingParams
-from worker.stats import SequenceState, SequenceView, WaitReason
+from worker.stats import Growth, SequenceState, SequenceView, WaitReason
 
 MODEL = FakeModel(1000)
 
@@ -52,11 +52,22 @@ def test_a_view_says_who_it_is_and_where_it_stands() -> None:
     assert first.owner != second.owner
 
 
+def grow(book: dict[int, SequenceView], growth: Growth) -> None:
+    by_owner = {view.owner: sequence_id for sequence_id, view in book.items() if view.owner}
+    for owner, index, page in zip(growth.owners, growth.page_indexes, growth.page_ids, strict=True):
+        if owner in by_owner:
+            view = book[by_owner[owner]]
+            assert index <= len(view.page_ids)
+            pages = (*view.page_ids[:index], PageId(page), *view.page_ids[index + 1 :])
+            book[view.sequence_id] = replace(view, page_ids=pages)
+
+
 def rebuild(book: dict[int, SequenceView], harness: Harness) -> None:
     """What an observer does with changes: keep first_page_index pages, replace the rest."""
     changes = harness.scheduler.take_changes()
     for sequence_id in changes.ended_ids:
         book.pop(sequence_id, None)
+    grow(book, changes.growth)
     for view in changes.views:
         old = book.get(view.sequence_id)
         kept = old.page_ids[: view.first_page_index] if old is not None else ()
@@ -66,14 +77,6 @@ def rebuild(book: dict[int, SequenceView], harness: Harness) -> None:
             **{name: getattr(view, name) for name in SequenceView.__slots__}
             | {"page_ids": pages, "first_page_index": 0}
         )
-    growth, at = changes.growth, 0
-    by_owner = {view.owner: view for view in book.values() if view.owner}
-    for owner, first, count in zip(growth.owners, growth.first_page_indexes, growth.page_counts, strict=True):
-        view = by_owner[owner]
-        pages = view.page_ids[:first] + tuple(growth.page_ids[at : at + count])
-        book[view.sequence_id] = replace(view, page_ids=pages)
-        at += count
-    assert at == len(growth.page_ids)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -110,7 +113,7 @@ def test_nothing_is_kept_for_an_observer_that_does_not_exist() -> None:
         harness.add(request(number, range(4), max_tokens=2))
         harness.run()
     books = harness.scheduler._books
-    assert (books.changed, books.grown, books.started) == ({}, {}, [])
+    assert (books.changed, books.growth, books.started) == ({}, Growth(), [])
     assert (books.ended_ids, books.ended_owners, books.bills) == ([], [], [])
     harness.add(request(99, range(4), max_tokens=20))
     harness.turn()
@@ -162,11 +165,13 @@ def test_a_page_more_is_told_without_the_rest_of_the_sequence() -> None:
     harness.add(request(1, range(6), max_tokens=20))
     harness.turn()
     harness.scheduler.take_changes()
-    while not len(growth := harness.scheduler.take_changes().growth.owners):
+    while not len((changes := harness.scheduler.take_changes()).growth.owners):
         harness.turn()
-    assert len(growth) == 1
-    owner = harness.scheduler.sequence_views()[0].owner
-    assert growth[0] == owner
+    (view,) = harness.scheduler.sequence_views()
+    growth = changes.growth
+    assert (list(growth.owners), list(growth.page_indexes)) == ([view.owner], [2])
+    assert list(growth.page_ids) == [view.page_ids[2]]
+    assert changes.views == ()
 
 
 def test_progress_counts_tokens_with_kv() -> None:

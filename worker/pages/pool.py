@@ -18,6 +18,7 @@ O(pages it is given), whatever the size of the pool.
 import sys
 from array import array
 from collections.abc import Sequence
+from itertools import compress
 
 from worker.ids import NO_PAGE
 from worker.pages.events import HIT_TAG, EventRing, PageEventKind, PageFlag, PageState
@@ -102,6 +103,11 @@ class PagePool:
     def references(self, page: int) -> int:
         """References to a page."""
         return self._refs[page]
+
+    def referenced(self) -> set[int]:
+        """All pages with references; for audits, 10 ns a page of the pool."""
+        refs = self._refs
+        return set(compress(range(len(refs)), refs))
 
     def is_sealed(self, page: int) -> bool:
         """Whether it is full, computed, committed and in the prefix index."""

@@ -201,9 +201,9 @@ class Observer:
         for sequence_id in observation.ended:
             book.end(sequence_id)
         fills = Fills()
+        book.grow(observation.growth)
         for view in observation.changes:
             book.change(view, fills)
-        book.grow(observation.growth)
         book.progress(observation.progress_owners, observation.progress_tokens, fills)
         self._fold.ledger.fill(fills.pages, fills.slots)
 

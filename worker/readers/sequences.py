@@ -114,18 +114,23 @@ class SequenceBook:
         fills.add(pages, min(first, before // self._page_size), view.token_count, self._page_size)
 
     def grow(self, growth: Growth) -> None:
-        """Pages of running sequences changed, and nothing else; how full they are, `progress` says."""
-        at = 0
-        columns = zip(growth.owners, growth.first_page_indexes, growth.page_counts, strict=True)
-        for owner, first, count in columns:
-            entry = self._by_owner[owner]
+        """Running sequences got pages; how full they are, `progress` says.
+
+        Owners that are not known are left out: they ended since, or their first view follows.
+        """
+        by_owner = self._by_owner
+        for owner, index, page in zip(growth.owners, growth.page_indexes, growth.page_ids, strict=True):
+            entry = by_owner.get(owner)
+            if entry is None:
+                continue
             pages = entry.pages
-            assert first <= len(pages), (owner, first, len(pages))
-            behind = len(pages) if entry.first_changed is None else entry.first_changed
-            del pages[first:]
-            pages.extend(growth.page_ids[at : at + count])
-            entry.first_changed = min(behind, first)
-            at += count
+            if index < len(pages):
+                pages[index] = page
+            else:
+                assert index == len(pages), (owner, index, len(pages))
+                pages.append(page)
+            if entry.first_changed is None or index < entry.first_changed:
+                entry.first_changed = index
 
     def progress(self, owners: "array[int]", tokens: "array[int]", fills: Fills) -> None:
         """Running sequences have KV of so many tokens now."""

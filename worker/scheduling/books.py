@@ -19,7 +19,7 @@ from worker.scheduling.sequence import NO_ROW, Place, Request, Sequence
 from worker.scheduling.settings import SchedulerConfig
 from worker.scheduling.step import Step
 from worker.scheduling.timers import Timers
-from worker.stats import SequenceState, WaitReason
+from worker.stats import Growth, SequenceState, WaitReason
 from worker.traffic import Arrival, Departure
 
 
@@ -89,7 +89,7 @@ class Books:
         # For observers: from which page on a sequence changed, and who is gone.
         self.is_observed = False  # nothing is kept for nobody
         self.changed: dict[Sequence, int] = {}
-        self.grown: dict[Sequence, int] = {}  # of those that did not change otherwise, too
+        self.growth = Growth()
         self.started: list[tuple[Sequence, Owner]] = []  # got this owner number
         self.ended_owners: list[Owner] = []
         self.ended_ids: list[SequenceId] = []
@@ -104,10 +104,13 @@ class Books:
         if self.is_observed and self.changed.setdefault(sequence, first_page) > first_page:
             self.changed[sequence] = first_page
 
-    def mark_pages(self, sequence: Sequence, first_page: int) -> None:
-        """Nothing but pages from ``first_page`` on changed."""
-        if self.is_observed and self.grown.setdefault(sequence, first_page) > first_page:
-            self.grown[sequence] = first_page
+    def mark_pages(self, sequence: Sequence, first_page: int, pages: list[int]) -> None:
+        """Pages from number ``first_page`` on are these now, and nothing else changed."""
+        if self.is_observed:
+            growth, count = self.growth, len(pages)
+            growth.owners.extend((sequence.owner,) * count)
+            growth.page_indexes.extend(range(first_page, first_page + count))
+            growth.page_ids.extend(pages)
 
     def num_running(self) -> int:
         """Sequences with a row that did not end."""
@@ -137,7 +140,7 @@ class Books:
     def take_pages(self, sequence: Sequence, pages: list[int], is_hit: bool) -> None:
         """Shares ``pages`` with it, as the next ones of its row."""
         self.cache.acquire(pages, sequence.owner, is_hit)
-        self.mark_pages(sequence, len(sequence.pages))
+        self.mark_pages(sequence, len(sequence.pages), pages)
         sequence.pages.extend(pages)
         self.charge(sequence.request, pages)
 
@@ -246,7 +249,6 @@ class Books:
         if self.is_observed:
             self.ended_ids.append(sequence.id)
             self.changed.pop(sequence, None)
-            self.grown.pop(sequence, None)
         if self.tell is not None:
             self.tell(self._departure(sequence, code))
         request.num_live -= 1

@@ -243,7 +243,7 @@ class Committer:
         books.cache.acquire([page], sequence.owner, is_hit=False)
         sequence.pages[index] = page
         books.repointed.append((sequence, index))
-        books.mark_pages(sequence, index)
+        books.mark_pages(sequence, index, [page])
         books.charge(sequence.request, [page])
         books.discharge(sequence.request, [ours])
         if books.in_flight:

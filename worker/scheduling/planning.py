@@ -15,6 +15,8 @@ from worker.scheduling.step import Step
 from worker.scheduling.step_builder import Plan, PromptSpan, StepBuilder
 from worker.stats import WaitReason
 
+LEAST_SHARE = 1 / 32  # of the longest piece, however long the context: steps have costs of their own
+
 
 class Planner:
     """Plans one step at a time."""
@@ -120,13 +122,25 @@ class Planner:
         wanted = len(sequence.tokens) - start
         if wanted > budget:
             wanted = budget if is_last else max(1, budget - budget // 4)
-        if books.config.max_chunk_tokens:
-            wanted = min(wanted, books.config.max_chunk_tokens)
+        wanted = min(wanted, self._longest_piece(start))
         span = PromptSpan(sequence, start, start)
         if not self._extend(plan, span, wanted):
             return 0
         plan.spans.append(span)
         return span.end - span.start
+
+    def _longest_piece(self, start: int) -> int:
+        """Most tokens of one prompt in this step, from position `start` on.
+
+        Attention makes late tokens of a long prompt dear: as many as at its beginning would keep the
+        sequences beside them waiting. With nobody beside them they may.
+        """
+        config = self._books.config
+        longest = config.max_chunk_tokens or config.max_step_tokens
+        if not config.doubling_context or not len(self._books.batch):
+            return longest
+        share = config.doubling_context / (config.doubling_context + start)
+        return max(1, int(longest * max(share, LEAST_SHARE)))
 
     def _extend(self, plan: Plan, span: PromptSpan, num_tokens: int) -> int:
         """Makes a span longer by at most so many tokens, as far as there are pages; by how many."""
@@ -179,12 +193,10 @@ class Planner:
 
     def _spend_rest(self, plan: Plan, budget: int) -> None:
         """What nobody else could use goes to the first prompts that are not finished."""
-        most = self._books.config.max_chunk_tokens
         for span in plan.spans:
             if budget <= 0:
                 return
-            rest = len(span.sequence.tokens) - span.end
-            if most:
-                rest = min(rest, most - (span.end - span.start))
+            most = self._longest_piece(span.start) - (span.end - span.start)
+            rest = min(len(span.sequence.tokens) - span.end, most)
             if rest > 0:
                 budget -= self._extend(plan, span, min(rest, budget))

@@ -15,6 +15,9 @@ class SchedulerConfig:
     max_context_tokens: int  # prompt and output of one sequence
     max_queued_requests: int = 1024
     max_chunk_tokens: int = 0  # of one prompt in one step; 0: no limit but max_step_tokens
+    # Context at which a prompt's token costs twice what it costs at position 0: beside running sequences,
+    # pieces shrink with their context, so that a step takes no longer late in a prompt. 0: not counted.
+    doubling_context: int = 0
     watermark_pages: int | None = None  # kept free by admission; None: a hundredth of the pool
     aging_seconds: float = 30.0  # waiting so long is worth one level of priority
     max_skips: int = 16  # times that later requests may pass a request that does not fit yet

@@ -86,13 +86,13 @@ class StepBuilder:
         for owner in plan.owners[len(plan.owners) - num_evicted :]:
             books.by_owner[Owner(owner)].request.evictions_caused += 1
         self._write_exchanged(writes)
-        self._extend_batch(plan.at_edge, pages, writes)
+        self._extend_batch(plan, pages, writes)
         copies = []
         at, now = len(plan.at_edge), books.cache.pool.sharing.now
         for sequence, count in plan.takers:
             taken = pages[at : at + count]
             at += count
-            books.mark_pages(sequence, len(sequence.pages))
+            books.mark_pages(sequence, len(sequence.pages), taken)
             sequence.pages.extend(taken)
             sequence.request.took(taken)
             sequence.request.account.took(count, now)
@@ -110,10 +110,11 @@ class StepBuilder:
                 writes.ids.append(sequence.pages[index])
         self._books.repointed.clear()
 
-    def _extend_batch(self, at_edge: list[Sequence], pages: list[int], writes: TableWrites) -> None:
-        """One page for each; the hot path of a step without prompts."""
-        now = self._books.cache.pool.sharing.now
-        for sequence, page in zip(at_edge, pages, strict=False):
+    def _extend_batch(self, plan: Plan, pages: list[int], writes: TableWrites) -> None:
+        """One page for each at an edge; the hot path of a step without prompts."""
+        books, first = self._books, len(writes.indexes)
+        now = books.cache.pool.sharing.now
+        for sequence, page in zip(plan.at_edge, pages, strict=False):
             sequence.request.account.took(1, now)
             index = len(sequence.pages)
             sequence.pages.append(page)
@@ -121,9 +122,13 @@ class StepBuilder:
             writes.rows.append(sequence.row)
             writes.indexes.append(index)
             writes.ids.append(page)
-            self._books.mark_pages(sequence, index)
             if sequence.request.page_counts is not None:
                 sequence.request.took([page])
+        if books.is_observed:
+            count = len(plan.at_edge)
+            books.growth.owners.extend(plan.owners[:count])
+            books.growth.page_indexes.extend(writes.indexes[first:])
+            books.growth.page_ids.extend(pages[:count])
 
     def _copy(self, sequence: Sequence, source: int, target: int) -> PageCopy:
         """The rest of the prompt comes from the sample that computed it; kept until the copy is made."""

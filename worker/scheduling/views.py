@@ -16,13 +16,13 @@ from worker.stats import EngineCounts, Growth, SequenceState, SequenceView, Wait
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What happened to sequences since the last time. Apply ends first: owner numbers are used again."""
+    """What happened to sequences since the last time. Apply ends first, then growth, then views."""
 
     ended_owners: "array[int]"  # 'H': gave their owner number back (ended, or preempted)
     ended_ids: tuple[SequenceId, ...]  # ended for good, those that only waited included
     started: tuple[SequenceView, ...]  # got an owner number, in order, without pages; may have ended since
+    growth: Growth
     views: tuple[SequenceView, ...]  # new, or the state changed; pages from first_page_index on
-    growth: Growth  # of others
     bills: tuple[float, ...]  # page-seconds of each request that ended
 
 
@@ -109,7 +109,7 @@ def take_changes(books: Books) -> Changes:
         books.changed = dict.fromkeys(books.sequences.values(), 0)
         books.started = [(sequence, owner) for owner, sequence in books.by_owner.items()]
     changed, books.changed = books.changed, {}
-    grown, books.grown = books.grown, {}
+    growth, books.growth = books.growth, Growth()
     started, books.started = books.started, []
     owners, books.ended_owners = books.ended_owners, []
     ids, books.ended_ids = books.ended_ids, []
@@ -118,35 +118,17 @@ def take_changes(books: Books) -> Changes:
         ended_owners=array("H", owners),
         ended_ids=tuple(ids),
         started=tuple([_started(sequence, owner) for sequence, owner in started]),
-        views=tuple([view(books, s, min(first, grown.pop(s, first))) for s, first in changed.items()]),
-        growth=_growth(grown),
+        views=tuple([view(books, sequence, first) for sequence, first in changed.items()]),
+        growth=growth,
         bills=tuple(bills),
     )
 
 
-def _growth(grown: dict[Sequence, int]) -> Growth:
-    owners, firsts, counts, page_ids = array("H"), array("I"), array("I"), array("I")
-    for sequence, first in grown.items():
-        pages = sequence.pages[first:]
-        owners.append(sequence.owner)
-        firsts.append(first)
-        counts.append(len(pages))
-        page_ids.extend(pages)
-    return Growth(owners, firsts, counts, page_ids)
-
-
 def progress(books: Books) -> Progress:
-    """Where running sequences stand."""
-    running, page_size = books.by_owner, books.config.page_size
-    decode = SequenceState.DECODE
-    counts = array(
-        "I",
-        [
-            min(len(s.tokens) - 1 if s.state is decode else s.num_computed, len(s.pages) * page_size)
-            for s in running.values()
-        ],
-    )  # as _num_stored, without two calls for each
-    return Progress(array("H", cast("dict[int, Sequence]", running)), counts)
+    """Where running sequences stand. As _num_stored, without two calls for each of many that decode."""
+    running, decode = books.by_owner, SequenceState.DECODE
+    counts = [len(s.tokens) - 1 if s.state is decode else _num_stored(books, s) for s in running.values()]
+    return Progress(array("H", cast("dict[int, Sequence]", running)), array("I", counts))
 
 
 def counts(books: Books, blocked: dict[Sequence, WaitReason]) -> EngineCounts:
