@@ -51,6 +51,7 @@ class Engine:
         )
         self.runner: Runner = device.build(self.config)
         self.device_name = facts.device_name
+        self._doubling_context = facts.doubling_context
         self.overlap = bool(self.config.overlap)
         self._next_id = 1
 
@@ -105,6 +106,7 @@ class Engine:
                 max_running=config.max_running,
                 max_step_tokens=config.max_batch_tokens,
                 max_chunk_tokens=config.max_chunk_tokens,
+                doubling_context=self._doubling_context,
                 max_context_tokens=config.max_context,
             )
         )

@@ -35,6 +35,7 @@ class DeviceFacts:
     layer_count: int = 0
     kv_head_count: int = 0
     head_dim: int = 0
+    doubling_context: int = 0  # see worker.model.parameters; 0: unknown
     dtype: str = ""
     device: str = "cpu"
     device_name: str = ""

@@ -395,6 +395,7 @@ def _scheduler_config(config: WorkerConfig, facts: DeviceFacts, key: bytes, star
         max_running=config.max_running,
         max_step_tokens=config.max_batch_tokens,
         max_chunk_tokens=config.max_chunk_tokens,
+        doubling_context=facts.doubling_context,
         max_context_tokens=config.max_context,
         max_queued_requests=config.max_queued,
         watermark_pages=int(config.watermark * config.num_pages),

@@ -35,7 +35,7 @@ from worker.model.config import ModelConfig
 from worker.model.invariant import invariant_linear
 from worker.model.layers import LinearFactory, torch_linear
 from worker.model.llama import Model
-from worker.model.parameters import parameter_shapes
+from worker.model.parameters import doubling_context, parameter_shapes
 from worker.model.quantized import LEAST_CAPABILITY, fp8_linear
 from worker.model.quantized_kv import measure_kv_scales
 from worker.model.source import load_model, read_config
@@ -73,6 +73,7 @@ class TorchDevice:
             layer_count=model.num_layers,
             kv_head_count=model.num_kv_heads,
             head_dim=model.head_dim,
+            doubling_context=doubling_context(model),
             dtype=_name(kv_dtype),
             device=str(device),
             device_name=_device_name(device),

@@ -3,6 +3,8 @@
 Names are those of the published checkpoints of the family.
 """
 
+from math import prod
+
 from worker.model.config import ModelConfig
 from worker.model.weights import Shape
 
@@ -18,6 +20,21 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     if not config.tied_head:
         shapes[HEAD] = (config.embedding_rows, config.hidden_size)
     return shapes
+
+
+ATTENTION_SPEED = 0.6
+"""Operations a second of prefill attention, as a share of the products' (docs/kernels.md)."""
+
+
+def doubling_context(config: ModelConfig) -> int:
+    """Context at which a prompt's token costs twice what it costs at the beginning of the prompt.
+
+    A token's products take two operations per weight of the layers, its attention four per query element
+    and token of context.
+    """
+    layer = sum(prod(shape) for shape in _layer_shapes(config).values())
+    attention = 2 * config.num_heads * config.head_dim
+    return max(1, int(ATTENTION_SPEED * layer / attention))
 
 
 def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:

@@ -117,7 +117,6 @@ class Planner:
         A piece that leaves its prompt unfinished takes at most three quarters of what is left while
         others wait, so that a short prompt behind long ones starts within a few steps (B040).
         """
-        books = self._books
         start = sequence.num_launched
         wanted = len(sequence.tokens) - start
         if wanted > budget:
