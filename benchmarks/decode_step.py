@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.record import write_result
-from kernels.dependent_launch import switch_dependent_launch
+from kernels.dependent_launch import allow_dependent_launches
 from kernels.sample_columns import SampleRow, make_columns, write_rows
 from kernels.triton_backend import TritonBackend
 from kvatlas.models.resolve import resolve_model
@@ -112,13 +112,13 @@ def results(bench: Bench, graphs: DecodeGraphs) -> list[torch.Tensor]:
 def is_same_without(bench: Bench, graphs: DecodeGraphs) -> tuple[bool, float]:
     """Whether ordinary launches leave the same bits, and their microseconds."""
     expected = results(bench, graphs)
-    switch_dependent_launch(False)
+    allow_dependent_launches(False)
     try:
         ordinary = bench.graphs()
         found = results(bench, ordinary)
         us = microseconds(bench, ordinary)
     finally:
-        switch_dependent_launch(True)
+        allow_dependent_launches(True)
     again = results(bench, graphs)
     pairs = zip(expected * 2, found + again, strict=True)
     return all(torch.equal(left, right) for left, right in pairs), us

@@ -1,50 +1,47 @@
 """Programmatic dependent launch: a kernel begins while the one before it still runs, and waits where it must.
 
-A kernel too small to fill the device can also take prefetching programs along (`Ahead`): they ask for the
-weights of the next product, a library kernel that cannot begin early itself.
-
 The rule for every kernel launched with `dependent_launch`: what earlier kernels of the step write is touched
 after `gdc_wait` only, and every program waits, so that the end of a grid implies the end of all before it.
 Before the wait a kernel may read what no kernel writes: weights. `gdc_launch_dependents` comes first, so that
 the next kernel is resident, and its weights are on their way, before this one has finished.
 CUDA programming guide, "Programmatic Dependent Launch and Synchronization"; PTX ISA, griddepcontrol.
+
+It pays in a chain of such kernels; between library kernels, which neither begin early nor let others, it
+costs (docs/kernels.md). So launches are ordinary ones except within `dependent_launches`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-AHEAD_PROGRAMS = 64
-"""Prefetching programs beside a small kernel: enough to ask for some MB in the time it takes."""
-
-MAX_AHEAD_BYTES = 16 << 20
-"""Of a larger weight only so much: what a small kernel's time is enough for, and the L2 cache holds."""
-
-_switch = {"is_on": True}
+_scope = {"is_on": False, "is_allowed": True}
 
 
 def dependent_launch(device: torch.device) -> dict[str, bool]:
     """Launch arguments: PDL, the kernel's constant, and launch_pdl, Triton's option where it applies."""
-    if _switch["is_on"] and _is_supported(device):
+    if _scope["is_on"] and _scope["is_allowed"] and _is_supported(device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 
 
-def switch_dependent_launch(is_on: bool) -> None:
-    """For comparisons: launches from now on are ordinary ones, or dependent again where supported."""
-    _switch["is_on"] = is_on
+@contextmanager
+def dependent_launches(is_on: bool = True) -> Iterator[None]:
+    """Within, launches are dependent ones where the device knows them. For one thread at a time."""
+    before = _scope["is_on"]
+    _scope["is_on"] = is_on
+    try:
+        yield
+    finally:
+        _scope["is_on"] = before
 
 
-def ahead_of(weight: Tensor | None, device: torch.device) -> dict[str, Any]:
-    """Launch arguments of a kernel that prefetches `weight`, which is contiguous, beside its own work."""
-    if weight is None or not dependent_launch(device)["PDL"] or weight.data_ptr() % 16:
-        return {"ahead": weight, "ahead_bytes": 0, "AHEAD": 0}
-    num_bytes = min(weight.numel() * weight.element_size(), MAX_AHEAD_BYTES) // 16 * 16
-    return {"ahead": weight, "ahead_bytes": num_bytes, "AHEAD": AHEAD_PROGRAMS}
+def allow_dependent_launches(is_allowed: bool) -> None:
+    """For comparisons: whether `dependent_launches` has any effect from now on."""
+    _scope["is_allowed"] = is_allowed
 
 
 @cache
@@ -53,31 +50,31 @@ def _is_supported(device: torch.device) -> bool:
 
 
 @triton.jit
-def prefetch(base, first, end, row_bytes: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Asks for matrix rows first .. first + ROWS - 1, none from `end` on, to be brought into the L2 cache.
+def prefetch(
+    matrix,
+    first,
+    end,
+    begin,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Asks for a part of a matrix to be brought into the L2 cache: rows first .. first + ROWS - 1, none from
+    `end` on, columns begin .. begin + COLUMNS - 1, none from WIDTH on.
 
-    base: the matrix's int64 address, a multiple of 16 as is `row_bytes`; rows lie one behind another. LANES:
-    the threads of the program, each of which asks for a part.
+    The matrix, its rows of WIDTH elements and `begin` lie at multiples of 16 bytes. LANES >= ROWS: the
+    threads of the program, each of which asks for a piece of one row.
     """
-    even: tl.constexpr = (ROWS * row_bytes + 16 * LANES - 1) // (16 * LANES) * 16
-    part: tl.constexpr = even if even > 512 else 512
-    begin = tl.arange(0, LANES) * part
-    rows = tl.minimum(end - first, ROWS)
-    size = tl.minimum(rows * row_bytes - begin, part)
-    _prefetch_parts(base + first.to(tl.int64) * row_bytes + begin, size)
-
-
-@triton.jit
-def prefetch_share(base, num_bytes, program, PROGRAMS: tl.constexpr, LANES: tl.constexpr):
-    """Asks for one program's share of `num_bytes`, a multiple of 16, from address `base`."""
-    part = (num_bytes + 16 * PROGRAMS * LANES - 1) // (16 * PROGRAMS * LANES) * 16
-    begin = (program * LANES + tl.arange(0, LANES)) * part
-    _prefetch_parts(base + begin, tl.minimum(num_bytes - begin, part))
-
-
-@triton.jit
-def _prefetch_parts(address, size):
-    """One request a thread; none where size is not positive."""
+    itemsize: tl.constexpr = matrix.dtype.element_ty.primitive_bitwidth // 8
+    pieces: tl.constexpr = LANES // ROWS
+    piece: tl.constexpr = (COLUMNS * itemsize + 16 * pieces - 1) // (16 * pieces) * 16
+    lane = tl.arange(0, LANES)
+    row = first + lane // pieces
+    offset = (lane % pieces) * piece
+    left = tl.minimum(COLUMNS, WIDTH - begin) * itemsize - offset
+    size = tl.where(row < end, tl.minimum(left, piece), 0)
+    address = matrix.to(tl.int64) + (row.to(tl.int64) * WIDTH + begin) * itemsize + offset
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.s32 p, $2, 0;"
         " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",

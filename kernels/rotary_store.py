@@ -1,7 +1,7 @@
 """Per-head norm of q and k, rotary, and the store of k and v into their slots, in one launch.
 
 Bytes: read the fused qkv product once, write q once and k, v once into the pool. One program handles one
-token. Rotary is the half-split form (Hugging Face's `rotate_half`). `ahead` as in rms_norm.py.
+token. Rotary is the half-split form (Hugging Face's `rotate_half`).
 """
 
 import triton
@@ -10,9 +10,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.batch import KvLayer
-from kernels.dependent_launch import ahead_of, dependent_launch, prefetch_share
-
-WARPS = 4
+from kernels.dependent_launch import dependent_launch
 
 
 def rotary_store(
@@ -25,7 +23,6 @@ def rotary_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
-    ahead: Tensor | None = None,
 ) -> None:
     """Splits `qkv`, norms, rotates, stores.
 
@@ -41,8 +38,7 @@ def rotary_store(
     assert (q_norm is None) == (k_norm is None), "q_norm and k_norm come together"
     if num_tokens == 0:
         return
-    coming = ahead_of(ahead, qkv.device)
-    _rotary_store_kernel[(num_tokens + coming["AHEAD"],)](
+    _rotary_store_kernel[(num_tokens,)](
         qkv,
         kv.k,
         kv.v,
@@ -57,7 +53,6 @@ def rotary_store(
         kv.k.stride(0),
         kv.v.stride(0),
         cos_sin.stride(0),
-        num_tokens,
         1.0 / kv.k_scale,
         1.0 / kv.v_scale,
         HEADS=num_heads,
@@ -67,10 +62,8 @@ def rotary_store(
         HALF=head_dim // 2,
         HALF_PADDED=triton.next_power_of_2(head_dim // 2),
         HAS_NORM=q_norm is not None,
-        WARPS=WARPS,
-        **coming,
         **dependent_launch(qkv.device),
-        num_warps=WARPS,
+        num_warps=4,
     )
 
 
@@ -98,7 +91,7 @@ def _stored(value, inverse, pool):
     return value.to(pool.dtype.element_ty)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def _rotary_store_kernel(
     qkv,
     k_pool,
@@ -114,11 +107,8 @@ def _rotary_store_kernel(
     k_stride,
     v_stride,
     cos_sin_stride,
-    num_tokens,
     k_inverse,
     v_inverse,
-    ahead,
-    ahead_bytes,
     HEADS: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -126,17 +116,11 @@ def _rotary_store_kernel(
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    WARPS: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
-        if AHEAD:  # noqa: SIM102  (a constant, so apart)
-            if token >= num_tokens:
-                prefetch_share(ahead.to(tl.int64), ahead_bytes, token - num_tokens, AHEAD, 32 * WARPS)
-                return
         gdc_wait()
     slot = tl.load(slots + token).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)

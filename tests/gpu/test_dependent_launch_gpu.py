@@ -13,10 +13,10 @@ from worker.scheduling.sampling import SamplingParams
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
-from kernels.dependent_launch import dependent_launch, switch_dependent_launch
+from kernels.dependent_launch import allow_dependent_launches, dependent_launch, dependent_launches
+from kernels.few_rows import add_product, product
 from kernels.matvec import matvec
-from kernels.rms_norm import add_rms_norm, rms_norm
-from kernels.silu_mul import silu_mul
+from kernels.rms_norm import rms_norm
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -25,10 +25,11 @@ DEVICE = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def dependent() -> Iterator[None]:
     """Whatever a test switches, the next one finds dependent launches."""
-    if not dependent_launch(DEVICE)["PDL"]:
-        pytest.skip("this device has no programmatic dependent launch (compute capability 9.0 on)")
-    yield
-    switch_dependent_launch(True)
+    with dependent_launches():
+        if not dependent_launch(DEVICE)["PDL"]:
+            pytest.skip("this device has no programmatic dependent launch (compute capability 9.0 on)")
+        yield
+    allow_dependent_launches(True)
 
 
 @pytest.mark.parametrize("num_requests", [1, 5, 40])
@@ -48,7 +49,7 @@ def test_answers_and_the_pool_are_the_same_bit_for_bit(
     ]
     left = []
     for is_on in (True, False):
-        switch_dependent_launch(is_on)
+        allow_dependent_launches(is_on)
         engine = gpu_engine(model, num_pages=400, max_context=512)
         engine.runner.kv_pool.buffer.zero_()
         outcome = engine.answer(requests)
@@ -67,22 +68,26 @@ def test_a_chain_of_kernels_sees_what_the_one_before_it_wrote(num_rows: int) -> 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=DEVICE).to(torch.bfloat16)
 
-    weights = [(normal(1536, 512) / 23, normal(512, 768) / 28, normal(1536, 512) / 23) for _ in range(40)]
+    weights = [(normal(1536, 512) / 23, normal(512, 768) / 28) for _ in range(40)]
     gain, start = normal(512), normal(num_rows, 512)
 
     def chain() -> torch.Tensor:
         residual = start.clone()
-        for gate_up, down, plain in weights:
-            active = matvec(residual, gate_up, norm=gain, gated=True)
-            matvec(active, down, residual=residual)
-            normed = rms_norm(residual, gain, 1e-6, plain)
-            product = torch.nn.functional.linear(silu_mul(normed @ plain.T, down), down)
-            residual = add_rms_norm(product, residual, gain, 1e-6, gate_up)
+        normed: Any = rms_norm(residual, gain, 1e-6)
+        for gate_up, down in weights:
+            if num_rows == 1:
+                matvec(
+                    matvec(residual, gate_up, norm=gain, gated=True),
+                    down,
+                    residual=residual,
+                )
+            else:
+                normed = add_product(product(normed, gate_up, gated=True), down, residual, gain)
         return residual
 
-    switch_dependent_launch(False)
+    allow_dependent_launches(False)
     expected = chain()
-    switch_dependent_launch(True)
+    allow_dependent_launches(True)
     assert expected.isfinite().all()
     for _ in range(20):
         assert torch.equal(chain(), expected)

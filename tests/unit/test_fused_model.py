@@ -17,9 +17,11 @@ from worker.model.fused import FusedModel
 from worker.model.toy import toy_config, toy_model
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4])
+@pytest.mark.parametrize(("num_tokens", "is_decode"), [(4, False), (1, True), (3, True)])
 @pytest.mark.parametrize("changes", [{}, {"has_qk_norm": True, "has_qkv_bias": True}])
-def test_the_fused_network_computes_what_the_plain_one_does(num_tokens: int, changes: dict[str, bool]):
+def test_the_fused_network_computes_what_the_plain_one_does(
+    num_tokens: int, is_decode: bool, changes: dict[str, bool]
+):
     config = toy_config(**changes)
     model = toy_model(config)
     fused = FusedModel(model)
@@ -37,8 +39,12 @@ def test_the_fused_network_computes_what_the_plain_one_does(num_tokens: int, cha
     shape = (num_tokens + 4, config.num_kv_heads, config.head_dim)
     kv = [KvLayer(torch.full(shape, float("nan")), torch.full(shape, float("nan"))) for _ in model.layers]
     expected = model.logits(model.forward(ids, positions, plain))
-    hidden = fused.forward(fused.embedding[ids.long()].clone(), positions, slots, kv, stored)
-    torch.testing.assert_close(fused.logits(hidden).float(), expected, rtol=1e-4, atol=1e-4)
+    inputs = fused.embedding[ids.long()].clone()
+    if is_decode:
+        logits = fused.decode(inputs, positions, slots, kv, stored)
+    else:
+        logits = fused.logits(fused.forward(inputs, positions, slots, kv, stored))
+    torch.testing.assert_close(logits.float(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_decode_inputs_reads_the_last_token_of_each_row():

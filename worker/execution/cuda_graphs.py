@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels.backend import GraphBackend
 from kernels.batch import KvLayer
 from kernels.decode_inputs import decode_inputs
+from kernels.dependent_launch import dependent_launches
 from kernels.sample import SampleScratch, make_scratch, sample
 from kernels.sample_columns import SampleColumns
 from worker.execution.graph_sizes import capture_sizes, first_sizes, padded_size
@@ -139,6 +140,10 @@ class DecodeGraphs:
 
     def body(self, size: int, with_filters: bool) -> None:
         """One step over the static buffers, eagerly: what a graph records."""
+        with dependent_launches(self._model.is_own(size)):
+            self._body(size, with_filters)
+
+    def _body(self, size: int, with_filters: bool) -> None:
         rows, kv_lens = self.columns(size)
         positions, slots, hidden = self._positions[:size], self._slots[:size], self._hidden[:size]
         tables = self._tables
@@ -149,8 +154,7 @@ class DecodeGraphs:
         def attend(kv: KvLayer, q: Tensor) -> Tensor:
             return self._decode.attend(kv, q, scale=self._scale)
 
-        last = self._model.forward(hidden, positions, slots, tables.kv, attend)
-        logits = self._model.logits(last)
+        logits = self._model.decode(hidden, positions, slots, tables.kv, attend)
         vocab, pool = self._model.config.vocab_size, tables.token_ids
         where = (rows, kv_lens, tables.columns, self._scratch, vocab)
         sample(logits, *where, with_filters=with_filters, token_pool=pool)

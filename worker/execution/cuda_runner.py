@@ -83,7 +83,7 @@ class CudaRunner(TorchRunner):
             dummy_row=config.max_running,
         )
         if self._attention.name == "triton":  # a library's kernels would run, on what ours did not compute
-            with log_phase(log, "compile"), compiling(), self._fused.shallow():
+            with log_phase(log, "compile"), compiling(self._device), self._fused.shallow():
                 self.graphs.run_bodies()
                 for step in steps[:1] + steps[-2:]:
                     self._run_dummies(step)

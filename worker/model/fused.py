@@ -1,8 +1,9 @@
 """The same network for a GPU: few kernels a layer, safe inside a CUDA graph.
 
-Owns no parameters: it reads those of a loaded Model. A product of few rows goes through the matrix-vector
-kernels where these are faster, with norm, residual and activation folded in; all others go through the
-library with fused kernels between them, which ask for the next weight while they run.
+Owns no parameters: it reads those of a loaded Model. Three ways through a layer: the library's products with
+fused kernels between them, for any number of tokens; and for decode steps of few rows, whose products are
+limited by the bytes of the weights, kernels of our own with all that stands around a product folded in: one
+for a single row, one for up to `FEW_ROWS`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,15 +13,16 @@ import torch
 from torch import Tensor
 
 from kernels.batch import KvLayer
-from kernels.matvec import beats_library, matvec
+from kernels.few_rows import Scaled, add_product, product
+from kernels.matvec import matvec
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rotary_store import rotary_store
 from kernels.silu_mul import silu_mul
-from worker.model.layers import Linear, TorchLinear
+from worker.model.layers import TorchLinear
 from worker.model.llama import DecoderLayer, Model
 
-MAX_AHEAD_TOKENS = 512
-"""Tokens up to which products wait for their weights, so that it pays to ask for them early."""
+FEW_ROWS = 64
+"""Rows of a decode step up to which our own products beat the library's (docs/kernels.md)."""
 
 AttendStored = Callable[[KvLayer, Tensor], Tensor]
 """(K and V of a layer, this step's already in it; q [T, num_heads, head_dim]) → [T, num_heads, head_dim]."""
@@ -29,15 +31,32 @@ AttendStored = Callable[[KvLayer, Tensor], Tensor]
 class FusedModel:
     """A Model's parameters, run through fused kernels."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, *, few_rows: int = FEW_ROWS) -> None:
         self.config = model.config
         self.embedding = _dense(model.embedding)
         self._layers = model.layers
         self._depth = len(model.layers)
         self._norm = model.norm
         self._head = model.head
+        self._few_rows = few_rows if _is_dense(model) else 0
         table = model.rotary
         self._cos_sin = torch.cat([table.cos, table.sin], dim=1).contiguous()  # fp32 [positions, head_dim]
+
+    def is_own(self, num_rows: int) -> bool:
+        """Whether a decode step of so many rows runs without the library."""
+        return num_rows <= self._few_rows
+
+    def decode(
+        self, residual: Tensor, positions: Tensor, slots: Tensor, kv: Sequence[KvLayer], attend: AttendStored
+    ) -> Tensor:
+        """A decode step: as `forward`, then logits of all rows."""
+        num_rows = residual.shape[0]
+        if not self.is_own(num_rows):
+            return self.logits(self.forward(residual, positions, slots, kv, attend))
+        steps = (positions, slots, attend)
+        if num_rows == 1:
+            return self._decode_one_row(residual, kv, *steps)
+        return self._decode_few_rows(residual, kv, *steps)
 
     def forward(
         self, residual: Tensor, positions: Tensor, slots: Tensor, kv: Sequence[KvLayer], attend: AttendStored
@@ -46,70 +65,67 @@ class FusedModel:
 
         residual [T, hidden]: embedding rows, overwritten; positions, slots int32 [T].
         """
+        eps = self.config.rms_norm_eps
         pending: Tensor | None = None  # the last product, not yet added to the residual
-        for layer, layer_kv in zip(self._layers[: self._depth], kv[: self._depth], strict=True):
-            qkv = self._normed_product(pending, residual, layer.attention_norm, layer.qkv)
-            attended = self._attend(layer, qkv, positions, slots, layer_kv, attend)
-            pending = self._added(attended, layer.output, residual)
-            active = self._activation(pending, residual, layer)
-            pending = self._added(active, layer.down, residual)
+        for layer, layer_kv in self._depths(kv):
+            if pending is None:
+                normed = rms_norm(residual, layer.attention_norm, eps)
+            else:
+                normed = add_rms_norm(pending, residual, layer.attention_norm, eps)
+            attended = self._attend(layer, layer.qkv(normed), positions, slots, layer_kv, attend)
+            normed = add_rms_norm(layer.output(attended), residual, layer.mlp_norm, eps)
+            pending = layer.down(silu_mul(layer.gate_up(normed)))
         if pending is not None:
             residual += pending
         return residual
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Last norm and head: [n, vocab_size], dtype of the weights. hidden is of `forward`."""
+        normed = rms_norm(hidden, self._norm, self.config.rms_norm_eps)
+        return self._head(normed)[:, : self.config.vocab_size]
+
     @contextmanager
     def shallow(self) -> Iterator[None]:
-        """Within, `forward` goes through two layers: enough to meet every kernel."""
+        """Within, a step goes through two layers: enough to meet every kernel."""
         self._depth = min(2, len(self._layers))
         try:
             yield
         finally:
             self._depth = len(self._layers)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Last norm and head: [n, vocab_size], dtype of the weights. hidden is of `forward`."""
-        vocab = self.config.vocab_size
-        dense = _few_rows(hidden, self._head)
-        if dense is not None:
-            eps = self.config.rms_norm_eps
-            return matvec(hidden, dense.weight[:vocab], norm=self._norm, eps=eps, bias=dense.bias)
-        return self._normed_product(None, hidden, self._norm, self._head)[:, :vocab]
+    def _depths(self, kv: Sequence[KvLayer]) -> Iterator[tuple[DecoderLayer, KvLayer]]:
+        return zip(self._layers[: self._depth], kv[: self._depth], strict=True)
 
-    def _normed_product(
-        self, pending: Tensor | None, residual: Tensor, norm: Tensor, linear: Linear
+    def _decode_one_row(
+        self, residual: Tensor, kv: Sequence[KvLayer], positions: Tensor, slots: Tensor, attend: AttendStored
     ) -> Tensor:
-        """The product of the normed residual, to which what is pending was added first."""
-        dense = _few_rows(residual, linear)
-        if dense is None:
-            return linear(self._normed(pending, residual, norm, linear))
-        if pending is not None:
-            residual += pending
-        return matvec(residual, dense.weight, norm=norm, eps=self.config.rms_norm_eps, bias=dense.bias)
-
-    def _activation(self, pending: Tensor | None, residual: Tensor, layer: DecoderLayer) -> Tensor:
-        """silu(gate) * up of the normed residual, to which what is pending was added first."""
-        dense = _few_rows(residual, layer.gate_up, gated=True)
-        if dense is None or dense.bias is not None:
-            normed = self._normed(pending, residual, layer.mlp_norm, layer.gate_up)
-            return silu_mul(layer.gate_up(normed), _ahead(residual, layer.down))
-        if pending is not None:
-            residual += pending
         eps = self.config.rms_norm_eps
-        return matvec(residual, dense.weight, norm=layer.mlp_norm, eps=eps, gated=True)
+        for layer, layer_kv in self._depths(kv):
+            qkv, output, gate_up, down = map(_linear, (layer.qkv, layer.output, layer.gate_up, layer.down))
+            heads = matvec(residual, qkv.weight, norm=layer.attention_norm, eps=eps, bias=qkv.bias)
+            attended = self._attend(layer, heads, positions, slots, layer_kv, attend)
+            matvec(attended, output.weight, residual=residual, bias=output.bias)
+            active = matvec(residual, gate_up.weight, norm=layer.mlp_norm, eps=eps, gated=True)
+            matvec(active, down.weight, residual=residual, bias=down.bias)
+        head = _linear(self._head)
+        weight = head.weight[: self.config.vocab_size]
+        return matvec(residual, weight, norm=self._norm, eps=eps, bias=head.bias)
 
-    def _added(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor | None:
-        """Adds the product to the residual, or returns it to be added by the next norm."""
-        dense = _few_rows(x, linear)
-        if dense is None:
-            return linear(x)
-        matvec(x, dense.weight, residual=residual, bias=dense.bias)
-        return None
-
-    def _normed(self, pending: Tensor | None, residual: Tensor, norm: Tensor, coming: Linear) -> Tensor:
-        eps, ahead = self.config.rms_norm_eps, _ahead(residual, coming)
-        if pending is None:
-            return rms_norm(residual, norm, eps, ahead)
-        return add_rms_norm(pending, residual, norm, eps, ahead)
+    def _decode_few_rows(
+        self, residual: Tensor, kv: Sequence[KvLayer], positions: Tensor, slots: Tensor, attend: AttendStored
+    ) -> Tensor:
+        eps = self.config.rms_norm_eps
+        gains = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]
+        normed: Tensor | Scaled = rms_norm(residual, self._layers[0].attention_norm, eps)
+        for (layer, layer_kv), next_gain in zip(self._depths(kv), gains, strict=False):
+            qkv, output, gate_up, down = map(_linear, (layer.qkv, layer.output, layer.gate_up, layer.down))
+            heads = product(normed, qkv.weight, eps=eps, bias=qkv.bias)
+            attended = self._attend(layer, heads, positions, slots, layer_kv, attend)
+            scaled = add_product(attended, output.weight, residual, layer.mlp_norm, bias=output.bias)
+            active = product(scaled, gate_up.weight, eps=eps, gated=True)
+            normed = add_product(active, down.weight, residual, next_gain, bias=down.bias)
+        head = _linear(self._head)
+        return product(normed, head.weight[: self.config.vocab_size], eps=eps, bias=head.bias)
 
     def _attend(
         self,
@@ -122,25 +138,22 @@ class FusedModel:
     ) -> Tensor:
         config = self.config
         q = torch.empty(qkv.shape[0], config.num_heads, config.head_dim, dtype=qkv.dtype, device=qkv.device)
-        norms, ahead = (layer.q_norm, layer.k_norm), _ahead(qkv, layer.output)
-        eps = config.rms_norm_eps
-        rotary_store(qkv, kv, slots, positions, self._cos_sin, q, *norms, eps=eps, ahead=ahead)
+        norms = (layer.q_norm, layer.k_norm)
+        rotary_store(qkv, kv, slots, positions, self._cos_sin, q, *norms, eps=config.rms_norm_eps)
         return attend(kv, q).view(qkv.shape[0], -1)
 
 
-def _few_rows(x: Tensor, linear: Linear, *, gated: bool = False) -> TorchLinear | None:
-    """The dense weights, where the kernels for few rows take this product."""
-    if isinstance(linear, TorchLinear) and beats_library(x.shape[0], *linear.weight.shape, gated=gated):
-        return linear
-    return None
+def _is_dense(model: Model) -> bool:
+    """Whether our own products can take all of a layer: plain weights, no bias within the activation."""
+    layers = model.layers
+    linears = [part for at in layers for part in (at.qkv, at.output, at.gate_up, at.down)] + [model.head]
+    are_dense = all(type(linear) is TorchLinear for linear in linears)
+    return are_dense and not any(_linear(layer.gate_up).bias is not None for layer in layers)
 
 
-def _ahead(x: Tensor, linear: Linear) -> Tensor | None:
-    """The weight of a product of so many rows, if it is worth asking for early."""
-    weight = getattr(linear, "weight", None)
-    if x.shape[0] > MAX_AHEAD_TOKENS or not isinstance(weight, Tensor) or not weight.is_contiguous():
-        return None
-    return weight
+def _linear(linear: object) -> TorchLinear:
+    assert isinstance(linear, TorchLinear), f"needs dense weights, not {type(linear).__name__}"
+    return linear
 
 
 def _dense(embedding: object) -> Tensor:

@@ -1,0 +1,321 @@
+"""Products of 2 to 64 rows with a weight matrix, and what stands around them in a decode step.
+
+Bytes: num_outputs * width * itemsize of the weight, once. The weight is the left operand of the tensor cores,
+64 of its rows or more a program; the few rows of the input are padded to 16, 32 or 64 columns on the right.
+Where outputs alone make too few programs the width is split over several; the last to arrive adds their sums
+up in a fixed order, so a result never depends on who was first.
+
+RMSNorm needs no kernel of its own: who adds to the residual leaves it times the norm's gain, and the sum of
+its squares by tile; the next product is one of that, times one factor a row. The factor is applied to sums in
+fp32, so an input is rounded once, as it is by a norm kernel.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.dependent_launch import dependent_launch, prefetch
+
+MAX_ROWS = 64
+MAX_TILES = 4096  # that can be split
+
+
+@dataclass(frozen=True, slots=True)
+class FewRowsLaunch:
+    """Launch shape; timings of the choices in docs/kernels.md."""
+
+    outputs: int = 64  # a program; gated: of each half
+    block: int = 128  # elements of the width a loop turn
+    splits: int = 1  # programs that share the width of one tile
+    warps: int = 4
+    stages: int = 4
+    prefetches: bool = True  # the weight into the L2 cache before the input is there
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """The input of a norm times the norm's gain; what is missing is one factor a row."""
+
+    values: Tensor  # [num_rows, width]
+    squares: Tensor  # fp32 [num_tiles, MAX_ROWS]: sums of squares of the norm's input over parts of the width
+
+
+def product(
+    x: Tensor | Scaled,
+    weight: Tensor,
+    *,
+    eps: float = 1e-6,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    launch: FewRowsLaunch | None = None,
+) -> Tensor:
+    """x @ weight.T, normed first where x is `Scaled`.
+
+    x [num_rows, width], num_rows <= 64; weight [num_outputs, width]; both contiguous. `gated`: weight holds
+    gate rows, then up rows; the result is silu(gate) * up [num_rows, num_outputs / 2].
+    """
+    values = x.values if isinstance(x, Scaled) else x
+    num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    launch = launch or choose_launch(values.shape[0], num_outputs, values.shape[1], gated)
+    out = torch.empty(values.shape[0], num_outputs, dtype=values.dtype, device=values.device)
+    squares = x.squares if isinstance(x, Scaled) else None
+    _launch(values, weight, out, launch, num_outputs, eps=eps, squares=squares, bias=bias, gated=gated)
+    return out
+
+
+def add_product(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    gain: Tensor,
+    *,
+    bias: Tensor | None = None,
+    launch: FewRowsLaunch | None = None,
+) -> Scaled:
+    """Adds x @ weight.T to `residual` in place, and prepares its norm with `gain`.
+
+    x [num_rows, width], weight [num_outputs, width], residual [num_rows, num_outputs], gain [num_outputs].
+    """
+    num_rows, width = x.shape
+    num_outputs = weight.shape[0]
+    assert residual.shape == (num_rows, num_outputs), f"residual {tuple(residual.shape)}"
+    assert residual.is_contiguous(), "residual must be contiguous"
+    launch = launch or choose_launch(num_rows, num_outputs, width, False)
+    tiles = triton.cdiv(num_outputs, launch.outputs)
+    out = Scaled(
+        torch.empty_like(residual), torch.empty(tiles, MAX_ROWS, dtype=torch.float32, device=x.device)
+    )
+    _launch(x, weight, out.values, launch, num_outputs, bias=bias, add=(residual, gain, out.squares))
+    return out
+
+
+def choose_launch(num_rows: int, num_outputs: int, width: int, gated: bool) -> FewRowsLaunch:
+    """The fastest launch shape of those tried for products of this kind (docs/kernels.md)."""
+    tiles = triton.cdiv(num_outputs, 64)
+    splits = 1
+    while splits < 8 and tiles * splits < 64 and width // (2 * splits) >= 256:
+        splits *= 2
+    return FewRowsLaunch(splits=splits)
+
+
+@cache
+def _arrivals(device: torch.device) -> Tensor:
+    """Counters of programs that share a tile, int32, zero between launches. One stream at a time."""
+    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    launch: FewRowsLaunch,
+    num_outputs: int,
+    *,
+    eps: float = 0.0,
+    squares: Tensor | None = None,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    add: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> None:
+    num_rows, width = x.shape
+    assert 0 < num_rows <= MAX_ROWS, f"{num_rows} rows; at most {MAX_ROWS}"
+    assert weight.shape[1] == width, f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}"
+    assert weight.is_contiguous(), "weight must be contiguous"
+    assert x.is_contiguous(), "x must be contiguous"
+    tiles, padded = triton.cdiv(num_outputs, launch.outputs), max(16, triton.next_power_of_2(num_rows))
+    partial, arrived = x, x
+    if launch.splits > 1:
+        assert tiles <= MAX_TILES, f"{tiles} tiles to split"
+        room = tiles * launch.splits * launch.outputs * padded * (2 if gated else 1)
+        partial = torch.empty(room, dtype=torch.float32, device=x.device)
+        arrived = _arrivals(x.device)
+    residual, gain, squares_out = add or (x, x, x)
+    _few_rows_kernel[(tiles, launch.splits)](
+        x,
+        weight,
+        out,
+        residual,
+        gain,
+        bias if bias is not None else x,
+        squares if squares is not None else x,
+        squares_out,
+        partial,
+        arrived,
+        num_rows,
+        num_outputs,
+        squares.shape[0] if squares is not None else 0,
+        eps,
+        WIDTH=width,
+        ROWS=padded,
+        OUTPUTS=launch.outputs,
+        BLOCK=launch.block,
+        SPLITS=launch.splits,
+        WARPS=launch.warps,
+        SQUARES=triton.next_power_of_2(squares.shape[0]) if squares is not None else 0,
+        SQUARES_STRIDE=MAX_ROWS,
+        HAS_RESIDUAL=add is not None,
+        HAS_BIAS=bias is not None,
+        GATED=gated,
+        PREFETCHES=launch.prefetches and width * weight.element_size() % 16 == 0,
+        **dependent_launch(x.device),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+
+
+@triton.jit
+def _weight_tile(weight, outputs, output_ok, k, WIDTH: tl.constexpr):
+    """Rows `outputs` at columns k: [outputs, k]."""
+    at = weight + outputs.to(tl.int64)[:, None] * WIDTH + k[None, :]
+    return tl.load(at, mask=output_ok[:, None] & (k < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def _row_factors(squares, rows, num_squares, eps, WIDTH, SQUARES: tl.constexpr, STRIDE: tl.constexpr):
+    """1 / rms of each row."""
+    part = tl.arange(0, SQUARES)
+    at = squares + part[:, None] * STRIDE + rows[None, :]
+    total = tl.sum(tl.load(at, mask=(part < num_squares)[:, None], other=0.0), 0)
+    return 1.0 / tl.sqrt(total / WIDTH + eps)
+
+
+@triton.jit
+def _finish(
+    acc,
+    up_acc,
+    factors,
+    kept,
+    out,
+    residual,
+    gain,
+    bias,
+    squares_out,
+    tile,
+    outputs,
+    output_ok,
+    rows,
+    row_ok,
+    num_outputs,
+    SQUARES: tl.constexpr,
+    SQUARES_STRIDE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """What follows the sums acc, up_acc [outputs, rows]."""
+    at = rows[None, :] * num_outputs + outputs[:, None]
+    mask = output_ok[:, None] & row_ok[None, :]
+    if SQUARES:
+        acc *= factors[None, :]
+    if GATED:
+        if SQUARES:
+            up_acc *= factors[None, :]
+        acc = acc / (1.0 + tl.exp(-acc)) * up_acc
+    if HAS_BIAS:
+        acc += tl.load(bias + outputs, mask=output_ok, other=0.0).to(tl.float32)[:, None]
+    if HAS_RESIDUAL:
+        total = (acc + kept.to(tl.float32)).to(out.dtype.element_ty)
+        tl.store(residual + at, total, mask=mask)
+        wide = tl.where(mask, total.to(tl.float32), 0.0)
+        tl.store(squares_out + tile * SQUARES_STRIDE + rows, tl.sum(wide * wide, 0))
+        acc = wide * tl.load(gain + outputs, mask=output_ok, other=0.0).to(tl.float32)[:, None]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_squares"])
+def _few_rows_kernel(
+    x,
+    weight,
+    out,
+    residual,
+    gain,
+    bias,
+    squares,
+    squares_out,
+    partial,
+    arrived,
+    num_rows,
+    num_outputs,
+    num_squares,
+    eps,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WARPS: tl.constexpr,
+    SQUARES: tl.constexpr,
+    SQUARES_STRIDE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    PREFETCHES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    share: tl.constexpr = (WIDTH + SPLITS * BLOCK - 1) // (SPLITS * BLOCK) * BLOCK
+    begin = split * share
+    first = tile * OUTPUTS
+    if PDL:
+        gdc_launch_dependents()
+        if PREFETCHES:
+            prefetch(weight, first, num_outputs, begin, WIDTH, share, OUTPUTS, 32 * WARPS)
+            if GATED:
+                end = 2 * num_outputs
+                prefetch(weight, first + num_outputs, end, begin, WIDTH, share, OUTPUTS, 32 * WARPS)
+        gdc_wait()
+    outputs = first + tl.arange(0, OUTPUTS)
+    output_ok = outputs < num_outputs
+    rows = tl.arange(0, ROWS)
+    row_ok = rows < num_rows
+    factors = rows
+    if SQUARES:
+        factors = _row_factors(squares, rows, num_squares, eps, WIDTH, SQUARES, SQUARES_STRIDE)
+    kept = rows
+    if HAS_RESIDUAL:
+        at = rows[None, :] * num_outputs + outputs[:, None]
+        kept = tl.load(residual + at, mask=output_ok[:, None] & row_ok[None, :], other=0.0)
+    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    up_acc = acc
+    for start in range(begin, tl.minimum(begin + share, WIDTH), BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        w = _weight_tile(weight, outputs, output_ok, k, WIDTH)
+        mask = row_ok[:, None] & (k < WIDTH)[None, :]
+        value = tl.load(x + rows[:, None] * WIDTH + k[None, :], mask=mask, other=0.0)
+        acc = tl.dot(w, tl.trans(value), acc, input_precision="ieee")
+        if GATED:
+            up = _weight_tile(weight, outputs + num_outputs, output_ok, k, WIDTH)
+            up_acc = tl.dot(up, tl.trans(value), up_acc, input_precision="ieee")
+    is_last = True
+    if SPLITS > 1:
+        size: tl.constexpr = OUTPUTS * ROWS
+        halves: tl.constexpr = 2 if GATED else 1
+        here = tl.arange(0, OUTPUTS)[:, None] * ROWS + rows[None, :]
+        mine = partial + (tile * SPLITS + split) * (halves * size)
+        tl.store(mine + here, acc)
+        if GATED:
+            tl.store(mine + size + here, up_acc)
+        # The last program to arrive adds up: the barrier orders this program's stores before the count.
+        tl.debug_barrier()
+        is_last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            tl.debug_barrier()
+            tl.store(arrived + tile, 0)
+            acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
+            up_acc = acc
+            for part in tl.static_range(SPLITS):
+                theirs = partial + (tile * SPLITS + part) * (halves * size)
+                acc += tl.load(theirs + here, cache_modifier=".cg")
+                if GATED:
+                    up_acc += tl.load(theirs + size + here, cache_modifier=".cg")
+    if is_last:
+        _finish(
+            acc, up_acc, factors, kept, out, residual, gain, bias, squares_out, tile, outputs, output_ok,
+            rows, row_ok, num_outputs, SQUARES, SQUARES_STRIDE, HAS_RESIDUAL, HAS_BIAS, GATED,
+        )  # fmt: skip

@@ -1,0 +1,59 @@
+"""Products of few rows through Triton's interpreter: a norm spread over two products, splits, padding."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before the imports below
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+
+from kernels import reference
+from kernels.few_rows import FewRowsLaunch, Scaled, add_product, product
+
+SPLIT = FewRowsLaunch(block=32, splits=3)
+CLOSE = {"rtol": 1e-4, "atol": 1e-3}
+
+
+@pytest.mark.parametrize("launch", [FewRowsLaunch(block=64), SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize(("num_rows", "num_outputs", "width"), [(2, 100, 144), (21, 64, 96)])
+def test_a_product_equals_the_plain_one(num_rows, num_outputs, width, launch):
+    x, weight, bias = torch.randn(num_rows, width), torch.randn(num_outputs, width), torch.randn(num_outputs)
+    torch.testing.assert_close(product(x, weight, bias=bias, launch=launch), x @ weight.T + bias, **CLOSE)
+    weight = torch.randn(2 * num_outputs, width) / 10
+    gated = product(x, weight, gated=True, launch=launch)
+    torch.testing.assert_close(gated, reference.silu_mul(x @ weight.T), **CLOSE)
+
+
+@pytest.mark.parametrize("launch", [FewRowsLaunch(block=64), SPLIT], ids=["whole", "split"])
+def test_an_added_product_and_the_next_one_share_the_norm(launch):
+    """The residual is that of the plain network; so are products of its norm, plain and gated."""
+    num_rows, inner, hidden = 5, 96, 160
+    x, down = torch.randn(num_rows, inner), torch.randn(hidden, inner)
+    residual, gain = torch.randn(num_rows, hidden), torch.randn(hidden)
+    bias, up = torch.randn(hidden), torch.randn(48, hidden) / 10
+    total = residual + x @ down.T + bias
+    normed = reference.rms_norm(total, gain, 1e-5)
+    scaled = add_product(x, down, residual, gain, bias=bias, launch=launch)
+    torch.testing.assert_close(residual, total, **CLOSE)
+    assert scaled.squares.shape == (3, 64)
+    torch.testing.assert_close(product(scaled, up, eps=1e-5, launch=launch), normed @ up.T, **CLOSE)
+    gated = product(scaled, up, eps=1e-5, gated=True, launch=launch)
+    torch.testing.assert_close(gated, reference.silu_mul(normed @ up.T), **CLOSE)
+
+
+def test_a_split_tile_leaves_its_counter_at_zero():
+    """Launches share the counters: one that is left over would end the next launch's tile too soon."""
+    x, weight = torch.randn(3, 96), torch.randn(70, 96)
+    first = product(x, weight, launch=SPLIT)
+    assert torch.equal(product(x, weight, launch=SPLIT), first)
+
+
+def test_rows_past_the_batch_are_not_written():
+    """Padding rows of a tile belong to nobody: a larger buffer's rows behind the batch stay as they are."""
+    x, weight, gain = torch.randn(3, 64), torch.randn(64, 64), torch.randn(64)
+    residual = torch.full((5, 64), 7.0)
+    scaled = add_product(x, weight, residual[:3], gain, launch=FewRowsLaunch(block=64))
+    assert isinstance(scaled, Scaled)
+    assert (residual[3:] == 7.0).all()
