@@ -79,6 +79,7 @@ fix: $(DEV)  ## the mirror of check: format, safe fixes, protos, dashboards, tab
 	@$(PYTHON) protos/generate.py
 	@$(PYTHON) -m deploy.grafana.generate
 	@$(PYTHON) -m docs.tables
+	@$(PYTHON) -m docs.metric_tables
 
 bench: $(DEV)  ## what a step, a token and a stream cost, into benchmarks/results/
 	@$(PYTHON) -m benchmarks.control_plane

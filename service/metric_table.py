@@ -263,7 +263,13 @@ CALLS = (
         panel="serving/Calls by code",
         prefix="",
     ),
-    Metric("build", INFO, "Release of this process.", "Calls", panel="pages/Pools"),
+    Metric(
+        "build",
+        INFO,
+        "Release of this process as labels: version, commit, python.",
+        "Calls",
+        panel="pages/Pools",
+    ),
 )
 
 TABLE: tuple[Metric, ...] = MIRRORS + WATCHES + REQUESTS + STREAMS + CALLS

@@ -175,7 +175,13 @@ POOL = (
         {"result": ("hit", "miss_cold", "miss_evicted", "unaligned")},
         panel="pages/Looked-up tokens by result",
     ),
-    Metric("pool", INFO, "Geometry of the page pool.", "Page pool", panel="pages/Pools"),
+    Metric(
+        "pool",
+        INFO,
+        "The page pool as labels: worker, model, page_size, dtype, layers, kv_heads, head_dim, layout, device.",
+        "Page pool",
+        panel="pages/Pools",
+    ),
 )
 
 INTEGRITY = (
@@ -307,7 +313,13 @@ ENGINE = (
         "Engine",
         panel="serving/Must stay at 0",
     ),
-    Metric("build", INFO, "Release of this process.", "Engine", panel="pages/Pools"),
+    Metric(
+        "build",
+        INFO,
+        "Release of this process as labels: version, commit, python.",
+        "Engine",
+        panel="pages/Pools",
+    ),
 )
 
 TABLE: tuple[Metric, ...] = POOL + INTEGRITY + ENGINE
