@@ -1,9 +1,9 @@
 """A client process of benchmarks/serving.py: opens streams at their times and notes when tokens come.
 
-Reads one job a line from its input, answers each with one line; ends with its input. Times are nanoseconds
+Reads one order a line from its input, answers each with one line; ends with its input. Times are nanoseconds
 of CLOCK_MONOTONIC, which all processes of a machine share.
 
-    job     {"addresses": [...], "start": seconds, "requests": [{"at": s, "prompt": [ids], "tokens": n}, ...]}
+    order     {"addresses": [...], "start": seconds, "requests": [{"at": s, "prompt": [ids], "tokens": n}, ...]}
     answer  [{"sent": ns, "times": [ns of each message], "counts": [tokens of each message]}, ...]
 """
 
@@ -26,19 +26,19 @@ STREAMS_PER_CHANNEL = 32
 CALL_SECONDS = 600.0
 
 
-async def run(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Sends all requests of a job, each at its time; answers in their order."""
-    requests = job["requests"]
+async def run(order: dict[str, Any]) -> list[dict[str, Any]]:
+    """Sends all requests of a order, each at its time; answers in their order."""
+    requests = order["requests"]
     async with AsyncExitStack() as stack:
         stubs = []
-        for number in range(max(len(job["addresses"]), -(-len(requests) // STREAMS_PER_CHANNEL))):
-            address = job["addresses"][number % len(job["addresses"])]
+        for number in range(max(len(order["addresses"]), -(-len(requests) // STREAMS_PER_CHANNEL))):
+            address = order["addresses"][number % len(order["addresses"])]
             channel = grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
             await stack.enter_async_context(channel)
             await channel.channel_ready()
             stubs.append(generation_pb2_grpc.GenerationServiceStub(channel))
         calls = [
-            _stream(stubs[number % len(stubs)], request, job["start"])
+            _stream(stubs[number % len(stubs)], request, order["start"])
             for number, request in enumerate(requests)
         ]
         return await asyncio.gather(*calls)
@@ -65,7 +65,7 @@ async def _stream(stub: Any, request: dict[str, Any], start: float) -> dict[str,
 
 
 def main() -> None:
-    """Serves jobs until the input ends."""
+    """Serves orders until the input ends."""
     gc.disable()  # a client's pause would count as the server's
     for line in sys.stdin:
         answers = uvloop.run(run(json.loads(line)))
