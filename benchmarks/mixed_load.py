@@ -49,6 +49,7 @@ class Account:
     """What was sent, and what the server said of it; behind one lock."""
 
     sent: int = 0
+    streaming: int = 0  # requests that have started and not ended
     outcomes: Counter[str] = field(default_factory=Counter)
     prefix: Counter[str] = field(default_factory=Counter)  # tokens by result, from `started`
     prompt_tokens: int = 0  # of all requests that started
@@ -165,12 +166,13 @@ class MixedLoad:
         with self.account.lock:
             self.account.sent += 1
         call = self._stub.StreamGenerate(pb.StreamGenerateRequest(spec=spec), timeout=TIMEOUT_SECONDS)
-        num_deltas = 0
+        num_deltas, has_started = 0, False
         summary: pb.Usage | None = None
         try:
             for message in call:
                 match message.WhichOneof("event"):
                     case "started":
+                        has_started = True
                         self._started(message.started)
                     case "delta":
                         num_deltas += 1
@@ -181,10 +183,15 @@ class MixedLoad:
         except grpc.RpcError as error:
             if not (cancel_after and error.code() is grpc.StatusCode.CANCELLED):  # type: ignore[attr-defined]
                 raise
+        finally:
+            if has_started:
+                with self.account.lock:
+                    self.account.streaming -= 1
         self._count("completed" if summary is not None else "cancelled", summary)
 
     def _started(self, started: Any) -> None:
         with self.account.lock:
+            self.account.streaming += 1
             self.account.prompt_tokens += started.prompt_tokens
             for result in RESULTS:
                 tokens = getattr(started.prefix, f"{result}_tokens")

@@ -31,6 +31,7 @@ from deploy.prometheus.mutations import FOLDER, RULE_FILES
 ROOT = Path(__file__).resolve().parents[1]
 READY_SECONDS = 120.0
 IDLE_SECONDS = 30.0
+FIRST_STREAMS_SECONDS = 60.0
 PANELS_SECONDS = 45.0  # for the last panel to show data, once the load has run
 RULES = [FOLDER / name for name in RULE_FILES]
 
@@ -140,6 +141,8 @@ def observe(prometheus: Prometheus, load: MixedLoad, kill_worker: Any, seconds: 
     began = time.monotonic()
     load.start()
     time.sleep(min(5.0, seconds / 4))
+    while load.account.streaming < 2 and time.monotonic() - began < FIRST_STREAMS_SECONDS:
+        time.sleep(0.005)  # a request that has not started is sent again, not resumed
     kill_worker()
     time.sleep(min(5.0, seconds / 4))
     load.pause()
