@@ -178,7 +178,7 @@ POOL = (
     Metric(
         "pool",
         INFO,
-        "The page pool as labels: worker, model, page_size, dtype, layers, kv_heads, head_dim, layout, device.",
+        "The pool as labels: worker, model, page_size, dtype, layers, kv_heads, head_dim, layout, device.",
         "Page pool",
         panel="pages/Pools",
     ),
