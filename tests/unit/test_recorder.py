@@ -16,8 +16,10 @@ from worker.readers.recording_file import DamagedRecording, read_ends, read_fram
 from worker.readers.recording_store import KEPT_RECORDINGS, EndCause, NoSuchRecording
 from worker.readers.samples import RequestLog
 from worker.trace.replay import Replay
-from worker.trace.testing import KEY, RandomLoad, RecordedWorker
+from worker.trace.testing import RandomLoad, RecordedWorker
 from worker.traffic import Arrival, Departure
+
+KEY = b"key"
 
 
 @pytest.fixture

@@ -29,11 +29,18 @@ def _request(request: LoggedRequest, start_us: int, number: int) -> TraceRequest
         cache_read=request.cache_read,
         cache_write=request.cache_write,
         number=number,
+        is_counted=_is_counted(request, start_us),
     )
+
+
+def _is_counted(request: LoggedRequest, start_us: int) -> bool:
+    """Whether it was looked up within the trace."""
+    waits = [end.queue_us for end in request.ends if end.queue_us or end.prefix is not None]
+    return request.time_us + (waits[0] if waits else 0) >= start_us
 
 
 def _output(request: LoggedRequest, end: LoggedEnd | None, start_us: int) -> Output:
     """A sample; one that had not ended goes on to its limit, and the trace ends before it does."""
     if end is None or end.finish_code == FinishCode.DRAINED:
-        return Output(request.max_tokens, NO_KEYS if end is None else end.keys)
+        return Output(request.max_tokens, NO_KEYS if end is None else end.keys, is_cut=True)
     return Output(end.num_output, end.keys, max(0, end.time_us - start_us) / 1e6)

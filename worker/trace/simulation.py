@@ -74,13 +74,15 @@ class Simulation:
         self._waiting = deque(trace.requests)
         self._tokens: dict[int, Iterator[int]] = {}  # what each live sequence will put out
         self._excess: dict[int, int] = {}  # tokens that the last unit of a prompt does not have, by sample 0
+        self._whole: set[int] = set()  # live ones whose end is known
+        self._uncounted: set[int] = set()  # live ones that were admitted before the trace begins
         self._cuts: list[tuple[float, int]] = []  # heap: when sequences without output were ended
         self._next_id = 1
         self._num_turns = 0
         self._looked = 0.0
 
     def run(self) -> Counts:
-        """All requests to their ends, or to the end of the trace. Raises Cancelled."""
+        """Until all requests have ended whose end is known. Raises Cancelled."""
         if self._trace.cached:
             fill_cache(self.scheduler.cache, self._trace, self._resolution)
         self.counts.start(self.scheduler)
@@ -88,7 +90,7 @@ class Simulation:
             self._arrive()
             if not self._turn() and not self._skip():
                 break
-            if self._now >= self._trace.seconds and not self._waiting:
+            if not self._waiting and not self._whole and self._now >= self._trace.seconds:
                 break
         self._look()
         self.counts.finish(self.scheduler, self._now, self._count_from)
@@ -126,9 +128,13 @@ class Simulation:
         if not (self._may_fit(request) and self._is_accepted(spec)):
             self.counts.num_refused += self._now >= self._count_from
             return
+        if not request.is_counted:
+            self._uncounted.add(first)
         self._excess[first] = num_prompt * self._resolution - request.num_prompt
         for sample in samples:
             own = tokens[sample][num_prompt:]
+            if not request.outputs[sample].is_cut:
+                self._whole.add(first + sample)
             if not own:
                 end = request.outputs[sample].end
                 heapq.heappush(self._cuts, (self._now if end is None else end, first + sample))
@@ -192,10 +198,13 @@ class Simulation:
         if is_counted:
             self.counts.output_tokens += len(columns.token_ids)
             for start in columns.starts:
-                self.counts.admit(start, self._excess.get(start.sequence_id, 0))
+                if start.sequence_id not in self._uncounted:
+                    self.counts.admit(start, self._excess.get(start.sequence_id, 0))
         for end in columns.ends:
             del self._tokens[end.sequence_id]
             self._excess.pop(end.sequence_id, None)
+            self._uncounted.discard(end.sequence_id)
+            self._whole.discard(end.sequence_id)
 
     def _skip(self) -> bool:
         """Nothing can run: on to when something happens; False: nothing will."""

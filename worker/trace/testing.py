@@ -5,7 +5,9 @@ Time is counted, not waited for: a step takes what the given function says. Toke
 
 import random
 from array import array
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvatlas.v1 import cache_pb2
@@ -24,7 +26,6 @@ from worker.trace.loading import limits_message
 from worker.traffic import TRAFFIC_LIMIT, TimedStep, TrafficQueue
 
 EPOCH_NS = 1_700_000_000_000_000_000
-KEY = b"test"
 
 
 class RecordedWorker:
@@ -50,7 +51,7 @@ class RecordedWorker:
         self.recorder = Recorder(
             self.scheduler.cache.events,
             self.traffic,
-            PrefixKeys(KEY, cache.page_size),
+            PrefixKeys(cache.fingerprint_key, cache.page_size),
             self.store,
             frame_maker(config),
             num_pages=cache.num_pages,
@@ -118,7 +119,7 @@ def frame_maker(config: SchedulerConfig) -> FrameMaker:
         eviction_policy=cache.eviction_policy,
         row_count=config.max_running + 1,
     )
-    keys = PrefixKeys(KEY, cache.page_size)
+    keys = PrefixKeys(cache.fingerprint_key, cache.page_size)
     return FrameMaker(
         geometry=geometry, limits=limits_message(config), granularity=keys.granularity, model="test"
     )
@@ -153,3 +154,83 @@ class RandomLoad:
                 scheduler.pin(name, prefix, b"", None, worker.now)
         if worker.step() is None:
             worker.now += 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request of a conversation: when it comes, its prompt, and what is answered."""
+
+    time: float
+    prompt: Sequence[int]
+    answer: Sequence[int]
+
+
+def conversations(
+    seed: int,
+    *,
+    seconds: float,
+    rate: float,
+    system_prompts: int = 12,
+    system_tokens: tuple[int, int] = (40, 120),
+    question_tokens: tuple[int, int] = (5, 40),
+    answer_tokens: tuple[int, int] = (1, 60),
+    live: int = 60,
+    most_tokens: int = 500,
+    vocabulary: int = 1000,
+) -> list[Turn]:
+    """Poisson arrivals; half of them go on with a conversation, others begin one under a system prompt.
+
+    System prompts are of unequal favour (Pareto), so some prefixes are hot and most are not.
+    """
+    draw = random.Random(seed)
+
+    def tokens(bounds: tuple[int, int]) -> list[int]:
+        return [draw.randrange(vocabulary) for _ in range(draw.randint(*bounds))]
+
+    systems = [tokens(system_tokens) for _ in range(system_prompts)]
+    open_ones: list[list[int]] = []
+    turns: list[Turn] = []
+    now = 0.0
+    while (now := now + draw.expovariate(rate)) < seconds:
+        if open_ones and draw.random() < 0.5:
+            text = draw.choice(open_ones)
+        else:
+            text = list(systems[min(int(draw.paretovariate(1.0)) - 1, len(systems) - 1)])
+            open_ones.append(text)
+            if len(open_ones) > live:
+                open_ones.pop(0)
+        text += tokens(question_tokens)
+        answer = tokens(answer_tokens)
+        if len(text) + len(answer) > most_tokens:
+            open_ones = [each for each in open_ones if each is not text]
+            continue
+        turns.append(Turn(now, tuple(text), tuple(answer)))
+        text += answer
+    return turns
+
+
+def run_turns(worker: RecordedWorker, turns: Sequence[Turn], *, every: int = 20) -> None:
+    """Feeds requests when their time comes, until all have ended; the recorder has a turn now and then."""
+    answers: dict[int, Iterator[int]] = {}
+    waiting = deque(turns)
+    count = 0
+    while waiting or worker.scheduler.num_live:
+        while waiting and waiting[0].time <= worker.now:
+            turn = waiting.popleft()
+            first = worker.add(list(turn.prompt), len(turn.answer))
+            answers[first] = iter(turn.answer)
+        if worker.step(lambda sequence_id: next(answers[sequence_id])) is None:
+            assert waiting, "live sequences, and nothing can run"
+            worker.now = max(worker.now, waiting[0].time)
+        count += 1
+        if count % every == 0:
+            worker.recorder.turn()
+    worker.recorder.turn()
+
+
+def hit_ratio(worker: RecordedWorker) -> float:
+    """Share of looked-up prompt tokens that were found."""
+    counts = worker.scheduler.counts()
+    looked_up = counts.hit_tokens_total + counts.miss_cold_tokens_total
+    looked_up += counts.miss_evicted_tokens_total + counts.unaligned_tokens_total
+    return counts.hit_tokens_total / looked_up

@@ -17,23 +17,27 @@ def fill_cache(cache: PageCache, trace: Trace, resolution: int = 1) -> None:
     """Enters each cached prefix as a sequence would leave it, the one used last at the end."""
     pages = {page.key: page for page in trace.cached}
     inner = _keys_inside(trace)
-    for leaf in _leaves(trace):
+    for last in _ends(trace):
         keys = array("Q")
-        for page in _path(leaf, pages):
+        for page in _path(last, pages):
             keys.extend(
                 inner.get(page.key) or array("Q", [page.key]) * (trace.page_size // trace.granularity)
             )
         _enter(cache, stand_in_tokens(keys, trace.granularity // resolution))
 
 
-def _leaves(trace: Trace) -> list[CachedPage]:
-    parents = {page.parent for page in trace.cached}
-    found = [page for page in trace.cached if page.key not in parents]
+def _ends(trace: Trace) -> list[CachedPage]:
+    """Where some prefix ended when it was used last: leaves, and pages used after all that hangs on them."""
+    newest: dict[int, int] = {}  # use of the children, by key of the parent
+    for page in trace.cached:
+        if page.parent is not None:
+            newest[page.parent] = max(newest.get(page.parent, -1), page.used_ms)
+    found = [page for page in trace.cached if page.used_ms > newest.get(page.key, -1)]
     return sorted(found, key=lambda page: page.used_ms)
 
 
-def _path(leaf: CachedPage, pages: Mapping[int, CachedPage]) -> list[CachedPage]:
-    path = [leaf]
+def _path(last: CachedPage, pages: Mapping[int, CachedPage]) -> list[CachedPage]:
+    path = [last]
     while path[-1].parent is not None and path[-1].parent in pages:
         path.append(pages[path[-1].parent])
     return path[::-1]

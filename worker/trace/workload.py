@@ -23,6 +23,7 @@ class Output:
     num_tokens: int  # at its end; 0: it ended before its first token
     keys: "array[int]"  # 'Q': of the prefixes of prompt and output, after those that the prompt has
     end: float | None = None  # when it ended, in seconds; used where it put out nothing
+    is_cut: bool = False  # the trace ended first: num_tokens is its limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class TraceRequest:
     cache_read: bool = True
     cache_write: bool = True
     number: int = 0  # tells its own tokens from those of others
+    is_counted: bool = True  # False: it was admitted before the trace begins
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
@@ -37,7 +38,8 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     _dress(left, trace)
     today = (trace["page_size"], trace["policy"])
     _bars(right, groups.get(today) or next(iter(groups.values())), unit)
-    figure.savefig(path, format=path.suffix[1:], dpi=160, metadata=_undated(path))
+    with rc_context({"svg.hashsalt": "kvatlas"}):  # else ids in it differ each time
+        figure.savefig(path, format=path.suffix[1:], dpi=160, metadata=_undated(path))
 
 
 def _undated(path: Path) -> dict[str, None]:
