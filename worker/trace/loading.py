@@ -157,6 +157,7 @@ def limits_message(config: SchedulerConfig, *, overlap: bool = False) -> cache_p
         watermark_pages=config.num_watermark_pages,
         overlap=overlap,
         prefix_cache=config.cache.sharing,
+        doubling_context_tokens=config.doubling_context,
     )
 
 
@@ -171,6 +172,7 @@ def limits_of(limits: cache_pb2.SchedulerLimits, num_pages: int) -> Limits:
         watermark_share=limits.watermark_pages / num_pages,
         overlap=limits.overlap,
         prefix_cache=limits.prefix_cache,
+        doubling_context=limits.doubling_context_tokens,
     )
 
 

@@ -243,5 +243,6 @@ def scheduler_config(limits: Limits, setting: Setting, resolution: int = 1) -> S
         max_context_tokens=max(2, -(-limits.max_context_tokens // resolution)),
         max_queued_requests=limits.max_queued_requests,
         max_chunk_tokens=limits.max_chunk_tokens,
+        doubling_context=limits.doubling_context // resolution,
         watermark_pages=int(limits.watermark_share * setting.num_pages),
     )

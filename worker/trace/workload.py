@@ -63,6 +63,7 @@ class Limits:
     watermark_share: float = 0.01  # of the pool
     overlap: bool = False
     prefix_cache: bool = True
+    doubling_context: int = 0
 
 
 @dataclass(frozen=True, slots=True)

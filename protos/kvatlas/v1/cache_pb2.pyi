@@ -808,7 +808,7 @@ class RecordingHeader(_message.Message):
     def __init__(self, format_version: _Optional[int] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., geometry: _Optional[_Union[PoolGeometry, _Mapping]] = ..., revision: _Optional[_Union[Revision, _Mapping]] = ..., start_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., has_token_ids: bool = ..., note: _Optional[str] = ..., scheduler: _Optional[_Union[SchedulerLimits, _Mapping]] = ..., recording_id: _Optional[str] = ..., token_granularity: _Optional[int] = ...) -> None: ...
 
 class SchedulerLimits(_message.Message):
-    __slots__ = ("max_running_sequences", "max_step_tokens", "max_context_tokens", "max_queued_requests", "max_chunk_tokens", "watermark_pages", "overlap", "prefix_cache")
+    __slots__ = ("max_running_sequences", "max_step_tokens", "max_context_tokens", "max_queued_requests", "max_chunk_tokens", "watermark_pages", "overlap", "prefix_cache", "doubling_context_tokens")
     MAX_RUNNING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -817,6 +817,7 @@ class SchedulerLimits(_message.Message):
     WATERMARK_PAGES_FIELD_NUMBER: _ClassVar[int]
     OVERLAP_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    DOUBLING_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     max_running_sequences: int
     max_step_tokens: int
     max_context_tokens: int
@@ -825,7 +826,8 @@ class SchedulerLimits(_message.Message):
     watermark_pages: int
     overlap: bool
     prefix_cache: bool
-    def __init__(self, max_running_sequences: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., max_chunk_tokens: _Optional[int] = ..., watermark_pages: _Optional[int] = ..., overlap: bool = ..., prefix_cache: bool = ...) -> None: ...
+    doubling_context_tokens: int
+    def __init__(self, max_running_sequences: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., max_chunk_tokens: _Optional[int] = ..., watermark_pages: _Optional[int] = ..., overlap: bool = ..., prefix_cache: bool = ..., doubling_context_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestRecord(_message.Message):
     __slots__ = ("time", "number", "request_id", "sample_count", "prompt_tokens", "max_tokens", "priority", "cache_read", "cache_write", "token_granularity", "fingerprints", "token_ids", "sequence_id")
