@@ -27,7 +27,7 @@ CALL_SECONDS = 600.0
 
 
 async def run(order: dict[str, Any]) -> list[dict[str, Any]]:
-    """Sends all requests of a order, each at its time; answers in their order."""
+    """Sends all requests of an order, each at its time; answers in their order."""
     requests = order["requests"]
     async with AsyncExitStack() as stack:
         stubs = []
