@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 from kernels import reference
 from kernels.batch import KvLayer
 from kernels.decode_inputs import decode_inputs
+from kernels.few_rows import FewRowsLaunch, add_product, product
 from kernels.matvec import matvec
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rotary_store import rotary_store
@@ -57,19 +58,16 @@ def test_the_gated_activation_is_no_worse_than_plain_torch(num_tokens, width, dt
 
 
 @DTYPES
-@pytest.mark.parametrize(
-    ("num_rows", "num_outputs", "width"),
-    [(1, 1024, 1024), (1, 100, 576), (2, 4096, 1024), (5, 70, 896), (8, 2048, 3072), (16, 1536, 576)],
-)
-def test_products_of_few_rows_are_no_worse_than_plain_torch(num_rows, num_outputs, width, dtype):
+@pytest.mark.parametrize(("num_outputs", "width"), [(1024, 1024), (100, 576), (70, 14_336), (4096, 4096)])
+def test_a_product_of_one_row_is_no_worse_than_plain_torch(num_outputs, width, dtype):
     """Alone; with the norm before it; with bias, residual or the gated activation behind it."""
-    x, weight = noise(num_rows, width, dtype=dtype), noise(num_outputs, width, dtype=dtype, seed=1)
+    x, weight = noise(1, width, dtype=dtype), noise(num_outputs, width, dtype=dtype, seed=1)
     weight = weight * width**-0.5
     norm, bias = noise(width, dtype=dtype, seed=2), noise(num_outputs, dtype=dtype, seed=3)
     exact = x.double() @ weight.double().T
     linear = torch.nn.functional.linear
     assert_no_worse(matvec(x, weight, bias=bias), plain=linear(x, weight, bias), exact=exact + bias.double())
-    residual = noise(num_rows, num_outputs, dtype=dtype, seed=4)
+    residual = noise(1, num_outputs, dtype=dtype, seed=4)
     plain, wanted = residual + linear(x, weight), residual.double() + exact
     assert_no_worse(matvec(x, weight, residual=residual), plain=plain, exact=wanted)
     exact = norm64(x, norm) @ weight.double().T
@@ -77,6 +75,33 @@ def test_products_of_few_rows_are_no_worse_than_plain_torch(num_rows, num_output
     assert_no_worse(matvec(x, weight, norm=norm, eps=EPS), plain=plain, exact=exact)
     gated = matvec(x, weight, norm=norm, eps=EPS, gated=True)
     assert_no_worse(gated, plain=reference.silu_mul(plain), exact=silu64(exact))
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "width"),
+    [(2, 4096, 1024), (5, 70, 896), (8, 1024, 3072), (16, 1536, 576), (33, 1024, 2048), (64, 4096, 1024)],
+)
+def test_products_of_few_rows_are_no_worse_than_plain_torch(num_rows, num_outputs, width, splits):
+    """Alone, with bias or the activation; then added to a residual whose norm the next product takes."""
+    bf16 = torch.bfloat16
+    x, weight = noise(num_rows, width, dtype=bf16), noise(num_outputs, width, dtype=bf16, seed=1)
+    weight = weight * width**-0.5
+    bias, gain = noise(num_outputs, dtype=bf16, seed=3), noise(num_outputs, dtype=bf16, seed=2)
+    linear, launch = torch.nn.functional.linear, FewRowsLaunch(splits=splits)
+    exact, plain = x.double() @ weight.double().T, linear(x, weight)
+    ours = product(x, weight, bias=bias, launch=launch)
+    assert_no_worse(ours, plain=linear(x, weight, bias), exact=exact + bias.double())
+    gated = product(x, weight, gated=True, launch=launch)
+    assert_no_worse(gated, plain=reference.silu_mul(plain), exact=silu64(exact))
+    residual = noise(num_rows, num_outputs, dtype=bf16, seed=4)
+    wanted, plain_total = residual.double() + exact, residual + plain
+    scaled = add_product(x, weight, residual, gain, launch=launch)
+    assert_no_worse(residual, plain=plain_total, exact=wanted)
+    back = noise(256, num_outputs, dtype=bf16, seed=5) * num_outputs**-0.5
+    ours = product(scaled, back, eps=EPS, launch=launch)
+    plain = linear(reference.rms_norm(plain_total, gain, EPS), back)
+    assert_no_worse(ours, plain=plain, exact=norm64(wanted, gain) @ back.double().T)
 
 
 @DTYPES

@@ -60,7 +60,7 @@ def setting() -> Setting:
     tables = DecodeTables(table.slots, tokens.ids, pool.layers, columns, dummy_row=ROWS)
     backend = TritonBackend(*heads, CONTEXT)
     scale = CONFIG.attention_scale
-    graphs = DecodeGraphs(FusedModel(MODEL), backend, tables, max_batch=ROWS, scale=scale)
+    graphs = DecodeGraphs(FusedModel(MODEL, few_rows=4), backend, tables, max_batch=ROWS, scale=scale)
     return Setting(table, tokens, pool, graphs)
 
 

@@ -24,7 +24,7 @@ def test_the_fused_network_computes_what_the_plain_one_does(
 ):
     config = toy_config(**changes)
     model = toy_model(config)
-    fused = FusedModel(model)
+    fused = FusedModel(model, few_rows=3)
     ids = torch.randint(0, config.vocab_size, (num_tokens,), dtype=torch.int32)
     positions = torch.arange(num_tokens, dtype=torch.int32)
     slots = torch.randperm(num_tokens + 4)[:num_tokens].int()

@@ -31,13 +31,15 @@ AttendStored = Callable[[KvLayer, Tensor], Tensor]
 class FusedModel:
     """A Model's parameters, run through fused kernels."""
 
-    def __init__(self, model: Model, *, few_rows: int = FEW_ROWS) -> None:
+    def __init__(self, model: Model, *, few_rows: int | None = None) -> None:
         self.config = model.config
         self.embedding = _dense(model.embedding)
         self._layers = model.layers
         self._depth = len(model.layers)
         self._norm = model.norm
         self._head = model.head
+        if few_rows is None:  # the tensor cores' tiles are made for two bytes
+            few_rows = FEW_ROWS if self.embedding.element_size() == 2 else 1
         self._few_rows = few_rows if _is_dense(model) else 0
         table = model.rotary
         self._cos_sin = torch.cat([table.cos, table.sin], dim=1).contiguous()  # fp32 [positions, head_dim]
