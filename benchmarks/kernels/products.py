@@ -159,9 +159,8 @@ def _one_row(layer: Product) -> Iterator[MatvecLaunch]:
     for outputs, block, warps, prefetches in shapes:
         elements = outputs * block * (2 if layer.is_gated else 1) // (32 * warps)
         is_whole = block >= layer.width
-        if is_whole and (prefetches or block >= 2 * layer.width):
-            continue
-        if 8 <= elements <= (128 if is_whole else 32):
+        is_sane = elements >= 16 and elements <= (64 if is_whole else 32) and block < 2 * layer.width
+        if is_sane and not (is_whole and prefetches):
             yield MatvecLaunch(outputs, block, warps, prefetches)
 
 
@@ -172,7 +171,8 @@ def _few_rows(layer: Product, num_rows: int) -> Iterator[FewRowsLaunch]:
     for outputs, block, splits, warps, stages, prefetches in shapes:
         turn = 2 * block * (max(16, num_rows) + halves * outputs)
         programs = layer.outputs // halves // outputs * splits
-        is_sane = warps * 16 <= outputs and programs >= 30 and (splits == 1 or programs <= 300)
+        is_sane = warps * 16 == outputs and programs >= 48 and (splits == 1 or programs <= 270)
+        is_sane = is_sane and (prefetches or num_rows <= 16 or is_large)
         is_deep = stages == 5 or turn * 5 > SHARED_BYTES
         if is_sane and is_deep and turn * stages <= SHARED_BYTES and not (prefetches and is_large):
             yield FewRowsLaunch(outputs, block, splits, warps, stages, prefetches)
