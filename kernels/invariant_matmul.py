@@ -12,6 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.dependent_launch import dependent_launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ def invariant_matmul(
         OUTPUTS=shape.outputs,
         INPUTS=shape.inputs,
         GROUP=_GROUP,
+        **dependent_launch(x.device),
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
@@ -88,7 +92,11 @@ def _matmul_kernel(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     program = tl.program_id(0)
     row_tiles, output_tiles = tl.cdiv(num_rows, ROWS), tl.cdiv(out_features, OUTPUTS)
     group = program // (GROUP * output_tiles)
