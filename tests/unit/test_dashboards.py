@@ -1,4 +1,4 @@
-"""The dashboards: one source, whole, with right units and names, of Grafana's shape (B118)."""
+"""The dashboards: one source, whole, with right units and names, of Grafana's shape."""
 
 import json
 import re
@@ -114,7 +114,7 @@ def test_the_data_source_is_the_readers_choice_everywhere() -> None:
 
 
 def test_units_follow_from_the_names_of_metrics() -> None:
-    """Seconds in s, bytes in bytes, shares of 1 in percent; rates of seconds are shares or stay seconds."""
+    """B118: seconds in s, bytes in bytes, shares of 1 in percent; rates of seconds are shares or stay seconds."""
     for place, panel, target in targets():
         expression, unit = target["expr"], unit_of(panel, target["refId"])
         is_share = (
@@ -134,6 +134,7 @@ def test_units_follow_from_the_names_of_metrics() -> None:
 
 
 def test_counters_are_read_as_growth_and_quantiles_over_sums_of_rates() -> None:
+    """B118: a total is no figure by itself, and a quantile of an average is none at all."""
     for place, _, target in targets():
         expression = target["expr"]
         for found in re.finditer(r"\b\w+_(?:total|bucket|count)\b(?=\{)", expression):
@@ -145,6 +146,7 @@ def test_counters_are_read_as_growth_and_quantiles_over_sums_of_rates() -> None:
 
 
 def test_every_name_in_a_query_is_exported_or_recorded() -> None:
+    """B118: a renamed series leaves a panel empty, for ever."""
     known, rules = exported(), recorded()
     for place, _, target in targets():
         assert set(NAME.findall(target["expr"])) <= known, place
