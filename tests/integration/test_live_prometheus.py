@@ -74,7 +74,7 @@ def generate_traced(address: str) -> None:
 def test_every_panel_shows_data_and_every_scrape_adds_up(
     start_server: Any, load: list[MixedLoad], tmp_path: Path, wait_until: Any
 ) -> None:
-    """B118, S1-35: states sum to the capacity, and allocated less freed are the pages in use, in every scrape.
+    """B118, S1-35: states sum to the capacity, allocated less freed are the pages in use, in every scrape.
 
     Cancels, refusals, evictions, preemptions and a killed worker happen meanwhile. The four results of a
     look-up are, to the last token, what clients were told.

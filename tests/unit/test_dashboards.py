@@ -114,7 +114,7 @@ def test_the_data_source_is_the_readers_choice_everywhere() -> None:
 
 
 def test_units_follow_from_the_names_of_metrics() -> None:
-    """B118: seconds in s, bytes in bytes, shares of 1 in percent; rates of seconds are shares or stay seconds."""
+    """B118: seconds in s, bytes in bytes, shares of 1 in percent; rates of seconds may stay seconds."""
     for place, panel, target in targets():
         expression, unit = target["expr"], unit_of(panel, target["refId"])
         is_share = (
