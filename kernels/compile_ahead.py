@@ -15,6 +15,8 @@ import torch
 from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
 from triton.runtime.jit import JITFunction
 
+from kernels.launcher import set_compiling
+
 MAX_THREADS = 12
 
 
@@ -36,10 +38,12 @@ def compiling(device: torch.device) -> Iterator[None]:
     with ThreadPoolExecutor(threads, "compile", torch.cuda.set_device, (device,)) as executor:
         with AsyncCompileMode(executor):
             JITFunction.run = ask
+            set_compiling(True)
             try:
                 yield
             finally:
                 JITFunction.run = run
+                set_compiling(False)
         for _ in executor.map(_load, asked.values()):
             pass
 

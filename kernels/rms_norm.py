@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launcher import launch
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [num_tokens, width] → x / rms(x) * weight, same dtype; the mean is in fp32."""
@@ -30,16 +32,11 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
     if num_tokens == 0:
         return
     padded = triton.next_power_of_2(width)
-    _norm_kernel[(num_tokens,)](
-        x,
-        residual if residual is not None else x,
-        weight,
-        out,
-        eps,
-        x.stride(0),
-        WIDTH=width,
-        WIDTH_PADDED=padded,
-        HAS_RESIDUAL=residual is not None,
+    launch(
+        _norm_kernel,
+        (num_tokens,),
+        (x, residual if residual is not None else x, weight, out, eps, x.stride(0)),
+        (width, padded, residual is not None),
         num_warps=min(16, max(1, padded // 512)),
     )
 

@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.batch import KvLayer
 from kernels.dependent_launch import dependent_launch
+from kernels.launcher import launch
 
 
 def rotary_store(
@@ -38,32 +39,34 @@ def rotary_store(
     assert (q_norm is None) == (k_norm is None), "q_norm and k_norm come together"
     if num_tokens == 0:
         return
-    _rotary_store_kernel[(num_tokens,)](
-        qkv,
-        kv.k,
-        kv.v,
-        slots,
-        positions,
-        cos_sin,
-        out_q,
-        q_norm if q_norm is not None else qkv,
-        k_norm if k_norm is not None else qkv,
-        eps,
-        qkv.stride(0),
-        kv.k.stride(0),
-        kv.v.stride(0),
-        cos_sin.stride(0),
-        1.0 / kv.k_scale,
-        1.0 / kv.v_scale,
-        HEADS=num_heads,
-        HEADS_PADDED=triton.next_power_of_2(num_heads),
-        KV_HEADS=num_kv_heads,
-        KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads),
-        HALF=head_dim // 2,
-        HALF_PADDED=triton.next_power_of_2(head_dim // 2),
-        HAS_NORM=q_norm is not None,
-        **dependent_launch(qkv.device),
+    heads = (num_heads, triton.next_power_of_2(num_heads))
+    kv_heads = (num_kv_heads, triton.next_power_of_2(num_kv_heads))
+    half = (head_dim // 2, triton.next_power_of_2(head_dim // 2))
+    is_dependent = dependent_launch(qkv.device)["PDL"]
+    launch(
+        _rotary_store_kernel,
+        (num_tokens,),
+        (
+            qkv,
+            kv.k,
+            kv.v,
+            slots,
+            positions,
+            cos_sin,
+            out_q,
+            q_norm if q_norm is not None else qkv,
+            k_norm if k_norm is not None else qkv,
+            eps,
+            qkv.stride(0),
+            kv.k.stride(0),
+            kv.v.stride(0),
+            cos_sin.stride(0),
+            1.0 / kv.k_scale,
+            1.0 / kv.v_scale,
+        ),
+        (*heads, *kv_heads, *half, q_norm is not None, is_dependent),
         num_warps=4,
+        is_dependent=is_dependent,
     )
 
 

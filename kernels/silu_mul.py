@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launcher import launch
+
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [num_tokens, 2 * width], gate first → [num_tokens, width], same dtype; silu in fp32."""
@@ -18,7 +20,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if num_tokens:
         size = 1024
         grid = (num_tokens, triton.cdiv(width, size))
-        _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), width, SIZE=size, num_warps=4)
+        launch(_silu_mul_kernel, grid, (gate_up, out, gate_up.stride(0), width), (size,), num_warps=4)
     return out
 
 
