@@ -163,10 +163,20 @@ def _stop_server(server: RunningServer) -> None:
 @pytest.fixture
 def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
     """Starts servers of a test's own: `start_server("--runner", "fake", "--num-pages", "31")`."""
+    yield from _starter(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def start_module_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
+    """The same for a fixture of a module: its servers run until the module's last test."""
+    yield from _starter(tmp_path_factory)
+
+
+def _starter(folders: pytest.TempPathFactory) -> Iterator[StartServer]:
     started: list[RunningServer] = []
 
     def start(*arguments: str) -> RunningServer:
-        started.append(_start_server(tmp_path_factory.mktemp("server"), *arguments))
+        started.append(_start_server(folders.mktemp("server"), *arguments))
         return started[-1]
 
     yield start

@@ -160,6 +160,21 @@ def test_a_new_reason_to_wait_is_a_change() -> None:
     ] == []
 
 
+def test_waiting_requests_by_reason_add_up_though_samples_of_one_wait_one_by_one() -> None:
+    harness = make(num_pages=10, max_running=4, max_context_tokens=40)
+    for number in (10, 20, 30):
+        harness.add(request(number, [number] * 6, max_tokens=24, sample_count=3, temperature=1.0))
+    preempted_twice = 0
+    while harness.scheduler.has_work(harness.now):
+        harness.turn()
+        counts = harness.scheduler.counts()
+        waiting = [r for r in harness.scheduler._books.requests.values() if not r.num_with_row]
+        assert sum(counts.waiting_by_reason.values()) == counts.waiting_requests == len(waiting)
+        assert min(counts.waiting_by_reason.values()) >= 0
+        preempted_twice += any(sum(s.preemptions > 0 for s in r.samples) > 1 for r in waiting)
+    assert preempted_twice > 0
+
+
 def test_a_page_more_is_told_without_the_rest_of_the_sequence() -> None:
     harness = make()
     harness.add(request(1, range(6), max_tokens=20))

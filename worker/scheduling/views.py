@@ -10,7 +10,7 @@ from typing import cast
 from worker.ids import Owner, PageId, SequenceId
 from worker.pages.snapshot import PoolSnapshot
 from worker.scheduling.books import Books
-from worker.scheduling.sequence import Place, Sequence
+from worker.scheduling.sequence import Place, Request, Sequence
 from worker.stats import EngineCounts, Growth, SequenceState, SequenceView, WaitReason
 
 
@@ -134,9 +134,12 @@ def progress(books: Books) -> Progress:
 def counts(books: Books, blocked: dict[Sequence, WaitReason]) -> EngineCounts:
     """Totals, and what the engine holds now; waiting reasons add up to the waiting requests."""
     num_waiting = len(books.requests) - books.num_running_requests
-    reasons = dict.fromkeys(WaitReason, 0)
+    reasons, counted = dict.fromkeys(WaitReason, 0), set[Request]()
     for sequence, reason in blocked.items():
-        if sequence.place == Place.QUEUE and not sequence.request.num_with_row:
+        request = sequence.request
+        # Samples that were preempted wait one by one; what they are samples of counts once.
+        if sequence.place == Place.QUEUE and not request.num_with_row and request not in counted:
+            counted.add(request)
             reasons[reason] += 1
     reasons[WaitReason.PRIORITY] += num_waiting - sum(reasons.values())
     totals = books.totals
