@@ -20,6 +20,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc
+from service.config import ConfigError, ServiceConfig
 from service.request import sampled_trace_id, trace_id_of
 from service.testing import Refusal, RunningService, WorkerScript, running_service
 from service.tracing import MAX_QUEUED_SPANS, Tracing
@@ -355,3 +356,22 @@ def test_a_preemption_on_a_real_worker_is_an_event_of_the_span(
     events = [event for root in roots for event in root.events]
     assert [event.name for event in events] == ["readmitted"] * preempted
     assert sum(attributes(root)["kvatlas.preemptions"] for root in roots) == preempted
+
+
+def test_an_endpoint_without_the_extra_or_without_a_scheme_is_a_sentence() -> None:
+    with pytest.raises(ConfigError, match="neither http:// nor https://"):
+        ServiceConfig(otlp_endpoint="collector:4317")
+    code = (
+        "import sys\n"
+        "sys.modules['opentelemetry'] = None\n"
+        "import service.server\n"
+        "from service.config import ServiceConfig\n"
+        "try:\n"
+        "    service.server._tracing(ServiceConfig(otlp_endpoint='http://collector:4317'))\n"
+        "except service.config.ConfigError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "otlp_endpoint: needs OpenTelemetry: pip install 'kvatlas[tracing]'", (
+        done.stderr
+    )
