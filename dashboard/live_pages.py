@@ -24,7 +24,7 @@ from kvatlas.client.errors import (
 )
 
 STALE_SECONDS = 3 * HEARTBEAT_SECONDS
-ROSTER_SECONDS = 1.0
+ROSTER_SECONDS = 2.0
 FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.2, 5.0
 QUICK_BACKOFF_SECONDS = 1.0  # while a map is shown: who watches wants it back
 MAX_WORKERS = 64
@@ -55,7 +55,7 @@ class Follower:
         self.faults = 0  # messages that did not fit: bugs
         self._source = source
         self._clock = clock
-        self._heard_at = clock()
+        self._heard_at = self._fresh_at = clock()  # any message; one with news of the worker
         self._status = Status()
         self._watch: Watch | None = None
         self._ended = threading.Event()
@@ -81,10 +81,12 @@ class Follower:
     @property
     def status(self) -> Status:
         """As of now; silence makes it stale."""
-        age = self._clock() - self._heard_at
+        now = self._clock()
+        age = now - self._fresh_at
         status = replace(self._status, age_seconds=age)
         if status.kind in ("live", "resync") and age > STALE_SECONDS:
-            return replace(status, kind="stale", reason="no message from the service")
+            silent = "service" if now - self._heard_at > STALE_SECONDS else "worker"
+            return replace(status, kind="stale", reason=f"nothing is heard of the {silent}")
         if self.is_gone and status.kind != "live":
             return replace(status, kind="gone", reason="the service no longer knows this worker")
         return status
@@ -114,8 +116,17 @@ class Follower:
         self._watch = watch
         try:
             for message in watch:
+                before = self.live_map.clock_ms
                 is_whole = self.live_map.apply(message)
                 self._heard_at = self._clock()
+                is_sign_of_life = message.WhichOneof("event") == "heartbeat"
+                # A service that has not heard of its worker still sends heartbeats, for seconds.
+                if (
+                    not is_sign_of_life
+                    or not message.HasField("observe_time")
+                    or self.live_map.clock_ms > before
+                ):
+                    self._fresh_at = self._heard_at
                 self._status = Status("live" if is_whole else "resync")
                 if self._ended.is_set():
                     return

@@ -64,10 +64,15 @@ def choose_follower() -> Follower | None:
 
 def needs_map(follower: Follower) -> bool:
     """Whether there is a map; explains if there is none."""
+    # What follows keeps its place on the page, whether there is a word of warning or not: a component that
+    # moves is made anew, with a new socket.
+    place = st.empty()
     status = follower.status
     if follower.live_map.is_whole:
         if status.kind in ("stale", "no_service", "gone", "bug", "denied", "limit"):
-            st.caption(f":orange[**{words_of(status.kind)}**, {status.age_seconds:.0f} s: {status.reason}]")
+            place.caption(
+                f":orange[**{words_of(status.kind)}**, {status.age_seconds:.0f} s: {status.reason}]"
+            )
         return True
     explain(status.kind, status.reason)
     return False
@@ -105,9 +110,9 @@ def explain(kind: str, reason: str) -> None:
 
 def figures(values: Mapping[str, str], *, is_stale: bool = False) -> None:
     """One line of figures; struck while they are not of now."""
-    columns = st.columns(len(values))
-    for column, (label, value) in zip(columns, values.items(), strict=True):
-        column.metric(label, f"~~{value}~~" if is_stale else value)
+    with st.container(horizontal=True, gap="large"):
+        for label, value in values.items():
+            st.metric(label, f"~~{value}~~" if is_stale else value, width="content")
 
 
 def share(part: float, whole: float, digits: int = 0) -> str:

@@ -24,10 +24,9 @@ def show() -> None:
 def _live(follower: Follower) -> None:
     """Figures above, map on the left, inspector on the right; all of one fragment, a run a second."""
     period()
-    if not needs_map(follower) and follower.status.kind in ("denied", "limit"):
+    if not needs_map(follower):
         return
-    if follower.live_map.is_whole:
-        _figures(follower)
+    _figures(follower)
     if st.session_state.get("as_table"):
         show_table(follower)
     else:
