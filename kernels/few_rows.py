@@ -1,9 +1,9 @@
-"""Products of 2 to 64 rows with a weight matrix, and what stands around them in a decode step.
+"""Products of 2 to 128 rows with a weight matrix, and what stands around them in a decode step.
 
 Bytes: num_outputs * width * itemsize of the weight, once. The weight is the left operand of the tensor cores,
-64 of its rows or more a program; the few rows of the input are padded to 16, 32 or 64 columns on the right.
-Where outputs alone make too few programs the width is split over several; the last to arrive adds their sums
-up in a fixed order, so a result never depends on who was first.
+64 of its rows or more a program; the rows of the input, padded to a power of two from 16 on, are the columns
+on the right. Where outputs alone make too few programs the width is split over several; the last to arrive
+adds their sums up in a fixed order, so a result never depends on who was first.
 
 RMSNorm needs no kernel of its own: who adds to the residual leaves it times the norm's gain, and the sum of
 its squares by tile; the next product is one of that, times one factor a row. The factor is applied to sums in
@@ -21,8 +21,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch, prefetch
 
-MAX_ROWS = 64
+MAX_ROWS = 128
 MAX_TILES = 4096  # that can be split
+PIPELINE_BYTES = 208 << 10  # of shared memory for what a program loads ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def product(
 ) -> Tensor:
     """x @ weight.T, normed first where x is `Scaled`.
 
-    x [num_rows, width], num_rows <= 64; weight [num_outputs, width]; both contiguous. `gated`: weight holds
+    x [num_rows, width], num_rows <= 128; weight [num_outputs, width]; both contiguous. `gated`: weight holds
     gate rows, then up rows; the result is silu(gate) * up [num_rows, num_outputs / 2].
     """
     values = x.values if isinstance(x, Scaled) else x
@@ -96,11 +97,11 @@ def add_product(
 
 def choose_launch(num_rows: int, num_outputs: int, width: int, gated: bool) -> FewRowsLaunch:
     """The fastest launch shape of those tried for products of this kind (docs/kernels.md)."""
-    tiles = triton.cdiv(num_outputs, 64)
-    splits = 1
+    block, tiles, splits = 128, triton.cdiv(num_outputs, 64), 1
     while splits < 8 and tiles * splits < 64 and width // (2 * splits) >= 256:
         splits *= 2
-    return FewRowsLaunch(splits=splits)
+    turn_bytes = 2 * block * (max(16, int(triton.next_power_of_2(num_rows))) + (128 if gated else 64))
+    return FewRowsLaunch(block=block, splits=splits, stages=min(5, PIPELINE_BYTES // turn_bytes))
 
 
 @cache

@@ -40,7 +40,8 @@ def launch(
     """
     first = arguments[0]
     assert isinstance(first, Tensor), "the first argument says which device"
-    values, marks = [], []
+    values: list[int | float] = []
+    marks: list[object] = []
     for argument in arguments:
         if isinstance(argument, Tensor):
             address = argument.data_ptr()

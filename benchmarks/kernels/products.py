@@ -172,8 +172,9 @@ def _few_rows(layer: Product, num_rows: int) -> Iterator[FewRowsLaunch]:
         turn = 2 * block * (max(16, num_rows) + halves * outputs)
         programs = layer.outputs // halves // outputs * splits
         is_sane = warps * 16 == outputs and programs >= 48 and (splits == 1 or programs <= 270)
-        is_sane = is_sane and (prefetches or num_rows <= 16 or is_large)
+        is_sane = is_sane and (prefetches or num_rows <= 16 or is_large) and (num_rows <= 64 or not is_large)
         is_deep = stages == 5 or turn * 5 > SHARED_BYTES
+        is_sane = is_sane and outputs * max(16, num_rows) * halves // (32 * warps) <= 160
         if is_sane and is_deep and turn * stages <= SHARED_BYTES and not (prefetches and is_large):
             yield FewRowsLaunch(outputs, block, splits, warps, stages, prefetches)
 

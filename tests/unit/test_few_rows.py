@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 from kernels import reference
-from kernels.few_rows import FewRowsLaunch, Scaled, add_product, product
+from kernels.few_rows import MAX_ROWS, FewRowsLaunch, Scaled, add_product, product
 
 SPLIT = FewRowsLaunch(block=32, splits=3)
 CLOSE = {"rtol": 1e-4, "atol": 1e-3}
@@ -37,7 +37,7 @@ def test_an_added_product_and_the_next_one_share_the_norm(launch):
     normed = reference.rms_norm(total, gain, 1e-5)
     scaled = add_product(x, down, residual, gain, bias=bias, launch=launch)
     torch.testing.assert_close(residual, total, **CLOSE)
-    assert scaled.squares.shape == (3, 64)
+    assert scaled.squares.shape == (3, MAX_ROWS)
     torch.testing.assert_close(product(scaled, up, eps=1e-5, launch=launch), normed @ up.T, **CLOSE)
     gated = product(scaled, up, eps=1e-5, gated=True, launch=launch)
     torch.testing.assert_close(gated, reference.silu_mul(normed @ up.T), **CLOSE)
