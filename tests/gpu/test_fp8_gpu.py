@@ -10,7 +10,9 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 from kernels import fp8, reference
 from kernels.batch import KvLayer
+from kernels.dependent_launch import dependent_launches
 from kernels.fp8_rows import quantize_rows
+from kernels.rms_norm import rms_norm
 from kernels.rotary_store import rotary_store
 from kernels.store_kv import store_kv
 from kernels.testing import random_paged_problem
@@ -54,6 +56,39 @@ def test_a_product_is_that_of_the_scaled_numbers(outputs: int, inputs: int, num_
     out = Fp8Linear(weight, scale.flatten(), None)(x)
     expected = fp8.scaled_product(*fp8.quantize_rows(x), weight, scale.flatten())
     torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=5e-3)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 64])
+def test_dependent_launches_leave_the_same_bits(num_rows: int) -> None:
+    """A chain of norms, quantising and products in a graph, replayed, against ordinary launches."""
+    torch.manual_seed(4)
+    linears = []
+    for outputs, inputs in [(6144, 4096), (4096, 6144)] * 4:
+        dense = torch.randn(outputs, inputs, device="cuda", dtype=BF16) * inputs**-0.5
+        weight, scale = fp8.quantize_rows(dense)
+        linears.append(
+            (Fp8Linear(weight, scale.flatten(), None), torch.ones(inputs, device="cuda", dtype=BF16))
+        )
+    x = torch.randn(num_rows, 4096, device="cuda", dtype=BF16)
+
+    def chain() -> torch.Tensor:
+        value = x
+        for linear, gain in linears:
+            value = linear(rms_norm(value, gain, 1e-6))
+        return value
+
+    expected = chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with dependent_launches():
+        chain()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            out = chain()
+    for _ in range(50):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
 
 
 def test_a_row_with_a_nan_stays_not_finite_and_alone() -> None:

@@ -140,7 +140,7 @@ class DecodeGraphs:
 
     def body(self, size: int, with_filters: bool) -> None:
         """One step over the static buffers, eagerly: what a graph records."""
-        with dependent_launches(self._model.is_own(size)):
+        with dependent_launches(self._model.is_chain(size)):
             self._body(size, with_filters)
 
     def _body(self, size: int, with_filters: bool) -> None:

@@ -20,6 +20,8 @@ from kernels.rotary_store import rotary_store
 from kernels.silu_mul import silu_mul
 from worker.model.layers import TorchLinear
 from worker.model.llama import DecoderLayer, Model
+from worker.model.quantized import FEW_ROWS as FEW_FP8_ROWS
+from worker.model.quantized import Fp8Linear
 
 FEW_ROWS = 64
 """Rows of a decode step up to which our own products beat the library's (docs/kernels.md)."""
@@ -41,12 +43,17 @@ class FusedModel:
         if few_rows is None:  # the tensor cores' tiles are made for two bytes
             few_rows = FEW_ROWS if self.embedding.element_size() == 2 else 1
         self._few_rows = few_rows if _is_dense(model) else 0
+        self._chained_rows = max(self._few_rows, FEW_FP8_ROWS if _is_fp8(model) else 0)
         table = model.rotary
         self._cos_sin = torch.cat([table.cos, table.sin], dim=1).contiguous()  # fp32 [positions, head_dim]
 
     def is_own(self, num_rows: int) -> bool:
         """Whether a decode step of so many rows runs without the library."""
         return num_rows <= self._few_rows
+
+    def is_chain(self, num_rows: int) -> bool:
+        """Whether all kernels of its layers are ours: where dependent launches pay."""
+        return num_rows <= self._chained_rows
 
     def decode(
         self, residual: Tensor, positions: Tensor, slots: Tensor, kv: Sequence[KvLayer], attend: AttendStored
@@ -151,6 +158,11 @@ def _is_dense(model: Model) -> bool:
     linears = [part for at in layers for part in (at.qkv, at.output, at.gate_up, at.down)] + [model.head]
     are_dense = all(type(linear) is TorchLinear for linear in linears)
     return are_dense and not any(_linear(layer.gate_up).bias is not None for layer in layers)
+
+
+def _is_fp8(model: Model) -> bool:
+    layers = model.layers
+    return all(type(part) is Fp8Linear for at in layers for part in (at.qkv, at.output, at.gate_up, at.down))
 
 
 def _linear(linear: object) -> TorchLinear:
