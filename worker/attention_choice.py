@@ -15,7 +15,7 @@ from worker.model.config import ModelConfig
 NAMES = ("auto", "cpu", "flashinfer", "paged_cuda", "reference", "triton")
 _ON_CUDA_ONLY = ("flashinfer", "paged_cuda", "triton")
 _WITH_FP8_PAGES = ("cpu", "reference", "triton")
-FLASHINFER_PREFILL_DIMS = (64, 128)
+FLASHINFER_PREFILL_DIMS = (128,)
 """Head sizes at which FlashInfer's prefill was measured to be faster than ours."""
 
 
