@@ -167,7 +167,7 @@ export class PageMap {
       this.findRings();
       this.repaint();
     }
-    this.tellAttributes();
+    if (this.planes.isWhole) this.tellAttributes();
   }
 
   // For tests and for whoever looks with the browser's tools: cheap and exact.

@@ -358,3 +358,27 @@ def test_a_port_that_is_taken_is_an_error(dashboard: Dashboard) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "in use" in done.stderr
+
+
+def test_the_command_becomes_the_process(tmp_path: Path) -> None:
+    ready = tmp_path / "ready.json"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "kvatlas.cli", "dashboard", "--demo", "--listen", "127.0.0.1:0"]
+    command += ["--ready-file", str(ready), "--set", "demo_pages=64", "--set", "base-path=see"]
+    process = subprocess.Popen(command, env=environment, cwd=tmp_path)
+    try:
+        limit = time.monotonic() + READY_SECONDS
+        while not ready.exists():
+            assert process.poll() is None
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+        told = json.loads(ready.read_text())
+        assert told["pid"] == process.pid
+        assert told["url"].endswith("/see/")
+        with urllib.request.urlopen(told["url"] + "live/health", timeout=10) as answer:
+            assert json.loads(answer.read())["viewers"] == 0
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()

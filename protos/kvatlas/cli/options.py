@@ -357,13 +357,49 @@ _WHATIF = Command(
     (Argument("file", "the recording or trace"),),
 )
 
+_DASHBOARD = Command(
+    "dashboard",
+    "the page map in a browser",
+    "Serves a web page that shows every page of the KV cache ten times a second, whose it is and why it is\n"
+    "there, and what would have been if the pool were larger. Asks the service and nothing else.",
+    (
+        "kvatlas dashboard",
+        "kvatlas dashboard --address service:50051 --listen 0.0.0.0:8501",
+        "kvatlas dashboard --demo",
+    ),
+    (
+        ADDRESS,
+        Option("listen", str, "host:port where browsers come; port 0: any free one", "127.0.0.1:8501"),
+        Option("demo", bool, "a simulated pool; no server is asked", False),
+        Option("token_file", str, "file with the bearer token for the service", "", metavar="FILE"),
+        Option("grafana_url", str, "where Grafana is, for links", "", metavar="URL"),
+        Option("ready_file", str, "write the address there, as JSON, when ready", "", metavar="FILE"),
+        Option("log_level", str, "what is logged", "info", choices=("debug", "info", "warning", "error")),
+        Option(
+            "set", str, "any setting of `python -m dashboard` (repeatable)", is_list=True, metavar="NAME=V"
+        ),
+    ),
+)
+
 COMMANDS = {
     command.name: command
-    for command in (_SERVE, _GENERATE, _CHAT, _PAGES, _TOP, _PULL, _DEMO, _RECORD, _REPLAY, _WHATIF)
+    for command in (
+        _SERVE,
+        _GENERATE,
+        _CHAT,
+        _PAGES,
+        _TOP,
+        _PULL,
+        _DEMO,
+        _RECORD,
+        _REPLAY,
+        _WHATIF,
+        _DASHBOARD,
+    )
 }
 
-WITHOUT_SERVER = frozenset({"serve", "pull", "demo", "record", "replay", "whatif"})
-"""Commands that take no --address."""
+WITHOUT_SERVER = frozenset({"serve", "pull", "demo", "record", "replay", "whatif", "dashboard"})
+"""Commands that do not take both --address and --timeout."""
 
 
 def options_of(command: Command) -> tuple[Option, ...]:

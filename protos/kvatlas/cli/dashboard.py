@@ -1,0 +1,50 @@
+"""`kvatlas dashboard`: becomes `python -m dashboard`. Imports nothing of it: it is a process of its own."""
+
+import importlib.util
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+
+from kvatlas.cli import config
+from kvatlas.cli.exits import USAGE, CommandFailed
+
+NEEDS = ("dashboard", "streamlit", "grpc", "numpy")
+
+
+def run(settings: Namespace) -> int:
+    """Does not return: signals and the exit code are the dashboard's own from here on."""
+    for name in NEEDS:
+        if importlib.util.find_spec(name) is None:
+            raise CommandFailed(f"{name} is not installed: pip install 'kvatlas[dashboard]'", USAGE)
+    command = command_of(settings)
+    os.execve(command[0], command, config.child_environment())
+
+
+def command_of(settings: Namespace) -> list[str]:
+    """The command line of the process."""
+    flags = {
+        "server": settings.address,
+        "listen": settings.listen,
+        "token-file": settings.token_file,
+        "grafana-url": settings.grafana_url,
+        "ready-file": settings.ready_file,
+        "log-level": settings.log_level,
+    }
+    command = [sys.executable, "-m", "dashboard"]
+    for name, value in flags.items():
+        if value:
+            command += [f"--{name}", str(value)]
+    if settings.demo:
+        command.append("--demo")
+    return command + _more(settings.set)
+
+
+def _more(given: Sequence[str] | None) -> list[str]:
+    more = []
+    for setting in given or ():
+        name, equals, value = setting.partition("=")
+        if not equals or not name:
+            raise CommandFailed(f"--set {setting!r} is not NAME=VALUE", USAGE)
+        more += [f"--{name.replace('_', '-')}", value]
+    return more
