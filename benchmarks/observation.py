@@ -3,10 +3,12 @@
 The engine's real loop with a runner that answers at once or after a fixed time (a device on which the
 host waits without holding the interpreter), 256 sequences, pool churning. Everything that observes on
 (event fold, metrics, load, 10 Hz page feed with a subscriber, a scrape a second, the live audit) against
-all of it off, in turns, in one run. Then the parts: a step's message, a fold, a delta, a snapshot.
+all of it off, in turns, in one run. Then what it adds to a step of the control plane alone (budget: 15 us
+at 256 sequences), and the parts: a step's message, a fold, a delta, a snapshot, a round of the audit.
 """
 
 import argparse
+import gc
 import statistics
 import threading
 import time
@@ -15,19 +17,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import numpy as np
 import zmq
 from prometheus_client import CollectorRegistry, generate_latest
 
+from benchmarks.control_plane import Case, Load
 from benchmarks.record import percentile, write_result
 from worker.channels import CommandQueue, Handover, OutputQueue
 from worker.description import ModelDescription, PoolDescription, WorkerDescription
 from worker.engine import Engine, EngineSettings
 from worker.execution.fake_runner import CopiedRows
+from worker.execution.runner import Runner
 from worker.ids import SequenceId
 from worker.link import codec, page_codec
 from worker.link.publisher import DELTAS, PageFeed
+from worker.live_audit import ROUND_PAGES
 from worker.messages import AddRequest, EngineCommand, LinkMessage, ObserverCall, StepOutputs
 from worker.pages.events import EventColumns, EventRing, PageEventKind
 from worker.pages.page_cache import CacheConfig
@@ -46,6 +52,7 @@ from worker.scheduling.settings import SchedulerConfig
 from worker.scheduling.step import Step, StepResult
 from worker.stats import EngineCounts
 from worker.status import first_board
+from worker.watch import Watch
 
 PAGE_SIZE = 16
 CONTEXT = 4096
@@ -316,6 +323,78 @@ def timed(work: Callable[[], object], repeats: int = 200) -> dict[str, float]:
     }
 
 
+class NoDevice:
+    """Answers the audit at once, with what the books say."""
+
+    def begin_read(self, spans: Sequence[RowSpan]) -> CopiedRows:
+        """The rows are always right."""
+        return CopiedRows([span.slots.tolist() for span in spans])
+
+
+def control_plane(case: Case, step_ms: float, num_steps: int) -> dict[str, float]:
+    """Processor time that being seen adds to a step: two schedulers under the same load, one of them seen."""
+    off, on = Load(case, seed=7), Load(case, seed=7)
+    for load in (off, on):
+        load.warm_up()
+    handover: Handover[Observation] = Handover(1 << 20)
+    watch = Watch(
+        on.scheduler,
+        cast(Runner, NoDevice()),
+        handover,
+        audit_interval=1.0,
+        debug=False,
+        wake_observer=lambda: None,
+        clock=time.perf_counter,
+    )
+    watch.observe(on.now)  # the first one has everything in it
+    plain, seen, looks, now = 0.0, 0.0, [], on.now
+    gc.collect()
+    gc.freeze()
+    for number in range(num_steps):
+        if number % 2:  # in turns, since the second finds warmer caches
+            plain += _step_seconds(off)[0]
+        seconds, step = _step_seconds(on)
+        seen += seconds
+        if not number % 2:
+            plain += _step_seconds(off)[0]
+        now += step_ms / 1000
+        began = time.thread_time()
+        watch.stepped(step, step_ms / 1000)
+        watch.look(now)
+        looks.append((time.thread_time() - began) * 1e6)
+        if number % 100 == 0:
+            handover.take_all()
+    gc.unfreeze()
+    return {
+        "look_us_per_step": round(statistics.mean(looks), 1),
+        "look_us_p50": round(percentile(looks, 0.5), 1),
+        "look_us_p99": round(percentile(looks, 0.99), 1),
+        "look_us_max": round(max(looks), 1),
+        "marks_us_per_step": round((seen - plain) / num_steps * 1e6, 1),
+        "step_us_unseen": round(plain / num_steps * 1e6, 1),
+    }
+
+
+def _step_seconds(load: Load) -> tuple[float, Step]:
+    began = time.thread_time()
+    _, _, step = load.step()
+    return time.thread_time() - began, step
+
+
+def audit_round(sequences: int, context: int, pages: int) -> dict[str, float]:
+    """One round of the live audit under load, and the one at the end of the pool, which counts references."""
+    load = Load(Case("steady", sequences, context, context - 120, pages), seed=7)
+    load.warm_up()
+    scheduler = load.scheduler
+    rounds = [timed(lambda: scheduler.check(ROUND_PAGES), 40)["median_us"], 0.0]
+    last = scheduler.one_audit()
+    last.check(pages - 1)
+    began = time.perf_counter()
+    last.check(1)
+    rounds[1] = round((time.perf_counter() - began) * 1e6, 1)
+    return {"round_us": rounds[0], "last_round_of_a_sweep_us": rounds[1]}
+
+
 def step_message(num_tokens: int) -> dict[str, float]:
     """One StepOutput, built and serialized."""
     ids = [codec.inner_id(3, number) for number in range(num_tokens)]
@@ -386,6 +465,14 @@ def main() -> None:
         figures[f"step_message_{size}"] = step_message(size)
     for pages in (10_000, 100_000, 1_000_000):
         figures[f"pool_{pages}"] = parts(pages)
+    for mode, context, shared in (("steady", 4000, 3880), ("churn", 1000, 500)):
+        for step_ms in (4.0, 20.0):
+            case = Case(mode, 256, context, shared, 100_000)
+            figures[f"control_plane_{mode}_256_x_{context}_{step_ms:g}_ms"] = control_plane(
+                case, step_ms, 1000
+            )
+    for pages in (10_000, 100_000, 1_000_000):
+        figures[f"audit_256_x_4000_{pages}"] = audit_round(256, 4000, pages)
     for pages in (12_000, 100_000):
         for step_ms in (0.0, 5.0):
             setting = Setting(256, pages, step_ms, options.seconds)
