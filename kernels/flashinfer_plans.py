@@ -86,5 +86,5 @@ def _checked(wrapper: Any) -> Any:
     """The wrapper, if its plan memory is where this module puts it."""
     for name in ("_int_workspace_buffer", "_pin_memory_int_workspace_buffer"):
         if not hasattr(wrapper, name):
-            raise RuntimeError(f"flashinfer: a wrapper without {name}; made for 0.6")
+            raise RuntimeError(f"flashinfer: a wrapper without {name}; made for 0.6.12")
     return wrapper
