@@ -42,7 +42,7 @@ def run_engine(
             assert process.stdout is not None
             for line in process.stdout:
                 if not line.startswith(MARK):
-                    tail = [*tail[1 - LOG_LINES :], line.rstrip()]
+                    tail = [*tail, line.rstrip()][-LOG_LINES:] if line.strip() else tail
                     continue
                 message = json.loads(line.removeprefix(MARK))
                 print(engine, json.dumps(message), flush=True)

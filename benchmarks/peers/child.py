@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.peers.engines import ENGINES, timed, version_of
 from benchmarks.workloads import fixed, named
 
-MARK = "PEER "  # begins a line that is ours; engines print much
+MARK = "PEER "  # begins a line that is ours; engines print much, and bars without an end of line
 
 
 def main() -> None:
@@ -25,12 +25,12 @@ def main() -> None:
     generate = ENGINES[engine](model, Path(scratch), device)
     generate(fixed(2, 64, 16))
     ready = {"ready_seconds": round(time.perf_counter() - began, 1), "version": version_of(engine)}
-    print(MARK + json.dumps(ready), flush=True)
+    print("\n" + MARK + json.dumps(ready), flush=True)
     for name in names:
         workload = named(name)
         for number in (1, 2):
             row = {"pass": number, **timed(generate, workload.renamed(number))}
-            print(MARK + json.dumps(row), flush=True)
+            print("\n" + MARK + json.dumps(row), flush=True)
     sys.stdout.flush()
     os._exit(0)  # engines leave threads and children that would be waited for
 
