@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dashboard import readings
+from dashboard.facts import ViolationFacts
 from dashboard.frames import USED_BIT, Columns
 from dashboard.ghosts import Ghosts
 from dashboard.history import History, Past
@@ -23,6 +25,7 @@ from kvatlas.client.page_map import PageMap, SequencePages
 from kvatlas.v1 import cache_pb2 as pb
 
 NO_PAGE = 0xFFFFFFFF
+MAX_VIOLATIONS = 100
 RECENT_MESSAGES = 64  # whose page ids are kept, so that fast viewers cost no scan of the pool
 _STAT_NAMES = tuple(field.name for field in pb.PoolStats.DESCRIPTOR.fields)
 
@@ -82,6 +85,9 @@ class LiveMap:
         self.spectrogram = Spectrogram(history_seconds)
         self.ghosts = Ghosts(0)
         self.epoch_starts: deque[float] = deque(maxlen=64)  # clock of each epoch's first message
+        self.violations: deque[ViolationFacts] = deque(
+            maxlen=MAX_VIOLATIONS
+        )  # of the live audit, newest last
         self._load = (0, 0)  # running sequences, waiting requests
         self._changed_at = np.zeros(0, np.int64)
         self._used_at = np.zeros(0, np.int64)
@@ -107,6 +113,7 @@ class LiveMap:
             self.revision += 1
             if message.HasField("observe_time"):
                 self.clock_ms = message.observe_time.ToNanoseconds() / 1e6
+            self.violations.extend(readings.violation(found) for found in message.violations)
             if message.WhichOneof("event") == "snapshot":
                 self._began()
             elif delta is not None:
@@ -133,6 +140,7 @@ class LiveMap:
         is_restart = bool(self._epoch) and epoch != self._epoch
         if epoch != self._epoch:
             self._epoch, self.ghosts = epoch, Ghosts(count)
+            self.violations.clear()
             self.epoch_starts.append(self.clock_ms)
         if is_restart:
             self.history.restarts.append(self.clock_ms)

@@ -27,6 +27,12 @@ def _live(follower: Follower) -> None:
     if not needs_map(follower):
         return
     _figures(follower)
+    warning = st.empty()  # what follows keeps its place
+    found = follower.live_map.violations
+    if found:
+        last = found[-1]
+        words = f"{last.subject}: expected {last.expected}, found {last.found}"
+        warning.error(f"The live audit found {len(found)} violations. {words}. See Integrity.")
     if st.session_state.get("as_table"):
         show_table(follower)
     else:

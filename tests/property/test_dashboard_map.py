@@ -14,6 +14,7 @@ from dashboard.frames import USED_BIT, Columns
 from dashboard.live_map import LiveMap
 from dashboard.mirror_checks import check_mirror
 from kvatlas.client.errors import Incomplete
+from kvatlas.v1 import cache_pb2 as pb
 
 PAGE_COUNT = 96
 
@@ -173,3 +174,16 @@ def test_a_merged_change_equals_the_changes_one_by_one() -> None:
     slow.read(world.live)
     fast.equals(world.live)
     slow.equals(world.live)
+
+
+def test_what_the_audit_found_is_kept_with_the_map() -> None:
+    world = World(3)
+    world.pool.tick()
+    message = demo_messages.delta(world.pool, world.number)
+    found = message.violations.add(check=pb.INTEGRITY_CHECK_REFCOUNT, subject="references of page 7")
+    found.page_id, found.expected, found.found = 7, "1", "2"
+    world.live.apply(message)
+    (kept,) = world.live.violations
+    assert (kept.check, kept.page_id, kept.expected, kept.found) == ("refcount", 7, "1", "2")
+    world.restart()
+    assert not world.live.violations, "another life of the worker"
