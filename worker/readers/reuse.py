@@ -18,7 +18,7 @@ from worker.readers.event_arrays import U64, Bools, EventArrays, kinds_table
 from worker.readers.ledger import Ledger
 from worker.readers.metric_table import CAPACITIES
 
-SAMPLED_PAGES = 2048
+SAMPLED_PAGES = 1024
 """Of a full pool so many pages are in the sample; smaller pools are taken whole."""
 
 REMEMBERED_POOLS = 8
