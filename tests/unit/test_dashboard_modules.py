@@ -83,7 +83,8 @@ def test_the_past_stands_still_whatever_comes() -> None:
 const planes = new Planes(hello(2));
 planes.apply({
   header: header(1, 2, { isPast: true }), firstPage: 0, partsLeft: 0, idle: new Uint32Array(2),
-  owners: new Uint16Array(2), states: Uint8Array.from([2, 2]), refs: new Uint8Array(2), fill: new Uint8Array(2),
+  owners: new Uint16Array(2), states: Uint8Array.from([2, 2]),
+  refs: new Uint8Array(2), fill: new Uint8Array(2),
 });
 told.news = delta(planes, [0], [1]);
 told.state = [...planes.state];
@@ -128,7 +129,8 @@ def test_a_click_hits_the_page_that_is_drawn_there_at_every_zoom() -> None:
     told = node("""
 told.faults = [];
 const sizes = [
-  [1, 300, 200], [255, 900, 500], [4096, 1390, 480], [131072, 1390, 480], [1048576, 1390, 480], [1048576, 390, 440],
+  [1, 300, 200], [255, 900, 500], [4096, 1390, 480], [131072, 1390, 480],
+  [1048576, 1390, 480], [1048576, 390, 440],
 ];
 for (const [count, width, height] of sizes) {
   const grid = new Grid();
