@@ -45,8 +45,8 @@ processes are several targets.
   ones count as cold.
 - **A recompute is not a hit.** Prefix tokens are counted at a request's first admission only.
 - **Time under pressure is accumulated**, not sampled: a shortage of 200 ms between two scrapes is there.
-- Reuse distances are estimated from a sample of page contents, at most 1,024 of a full pool; only shares of
-  its buckets mean anything.
+- Reuse distances are estimated from a sample of page contents, about 1,024 of a full pool: the share of uses
+  below an edge is right to about five points. Only such shares mean anything.
 - Exemplars: `kvatlas_time_to_first_token_seconds` carries the `trace_id` of requests whose trace is sampled
   (OpenMetrics only).
 - There is no host tier yet, so `kvatlas_host_pages` and `kvatlas_page_move_seconds` do not exist, and

@@ -99,7 +99,7 @@ def counters_that_fell(before: Samples, now: Samples) -> list[str]:
 
 
 def broken_sums(worker: Samples) -> list[str]:
-    """B.19: identities that hold in every scrape of a worker."""
+    """Identities that hold in every scrape of a worker."""
     capacity = total(worker, "kvatlas_pages_capacity")
     events = {
         event: total(worker, "kvatlas_page_events_total", event=event) for event in ("allocated", "freed")
@@ -229,7 +229,7 @@ def test_requests_by_outcome_are_those_that_were_sent(
 def test_prefix_results_are_the_prompt_tokens_that_were_looked_up(
     played: Played, wait_until: Callable[..., None]
 ) -> None:
-    """B100: the four results add up, and a hit is what clients were told; a recompute is none of them."""
+    """The four results add up; a hit is what clients were told, a recompute none of them (vllm#25780)."""
     wait_until(lambda: total(scrape(played.worker_port), "kvatlas_requests_running") == 0, "an idle worker")
     worker, service = scrape(played.worker_port), scrape(played.service_port)
     results = {name: total(worker, "kvatlas_prefix_tokens_total", result=name) for name in played.seen.prefix}
@@ -267,7 +267,7 @@ def test_time_in_bands_is_the_time_that_passed(played: Played) -> None:
 def test_back_to_idle_within_two_seconds_of_a_mass_cancel(
     played: Played, wait_until: Callable[..., None]
 ) -> None:
-    """Gauges do not freeze at what the last step saw, though no step follows."""
+    """Gauges do not freeze at what the last step saw, though no step follows (vllm#29928)."""
     with grpc.insecure_channel(played.server.address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         calls = []
