@@ -123,16 +123,18 @@ FOR_PEOPLE = {
 }
 
 
+# Of a host tier, which docs/metrics.md says there is none of yet.
+ABSENT = {"kvatlas_host_pages", "kvatlas_page_move_seconds"}
+
+
 def test_every_name_in_the_documents_exists() -> None:
+    assert not ABSENT & exported()
     known, records = exported(), {rule["record"] for rule in rules("recording.yml")}
     families = {metric.exposed for metric in TABLES}
     for document in (OPERATIONS, ROOT / "docs" / "metrics.md"):
-        if document.exists():
-            text = document.read_text()
-            assert {name for name in NAME.findall(text) if not name.endswith("_")} <= known | families, (
-                document
-            )
-            assert set(RECORDED.findall(text)) <= records, document
+        text = document.read_text()
+        assert set(NAME.findall(text)) - ABSENT <= known | families, document
+        assert set(RECORDED.findall(text)) <= records, document
 
 
 def test_every_alert_leads_to_its_runbook_and_every_runbook_has_its_alert() -> None:
