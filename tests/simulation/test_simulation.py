@@ -260,6 +260,9 @@ class World:
         assert not scheduler.list_pins()
         counts = scheduler.counts()
         assert (counts.running_sequences, counts.waiting_requests) == (0, 0), where
+        totals = scheduler._books.totals
+        charged = totals.billed_page_seconds + totals.unbilled_page_seconds
+        assert charged == pytest.approx(self.harness.fold.active_seconds, abs=1e-5), where
         assert counts.waiting_uncached_tokens == 0, where
 
 

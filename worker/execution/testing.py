@@ -37,13 +37,21 @@ class PageFold:
         self.flags = [0] * (num_pages + 1)
         self.number = 0
         self.counts = dict.fromkeys(PageEventKind, 0)
+        self.active_seconds = 0.0  # integral of active pages over time
+        self._num_active = 0
+        self._time_us = 0
         self._due: dict[int, tuple[PageEventKind, ...]] = {}  # what the next event of a page must be
 
     def apply(self, events: EventColumns) -> None:
         """Applies events in order; AssertionError where the table does not allow one."""
         assert events.first_number == self.number + 1, (events.first_number, self.number)
-        for kind, page, refs in zip(events.kinds, events.pages, events.refs, strict=True):
+        columns = zip(events.kinds, events.pages, events.refs, events.times_us, strict=True)
+        for kind, page, refs, time_us in columns:
+            self.active_seconds += self._num_active * max(0, time_us - self._time_us) / 1e6
+            self._time_us = max(time_us, self._time_us)
+            was_active = self.states[page] == PageState.ACTIVE and self.refs[page] > 0
             self._apply(PageEventKind(kind), page)
+            self._num_active += (self.refs[page] > 0) - was_active
             assert refs == self.refs[page], f"event of page {page} says {refs} references"
         self.number = events.last_number
 

@@ -46,6 +46,7 @@ class Totals:
     preemptions: int = 0
     preempted_tokens: int = 0
     allocation_failures: int = 0  # decisions: somebody has to wait or to stop for want of pages
+    billed_page_seconds: float = 0.0  # over all requests that ended
     unbilled_page_seconds: float = 0.0  # of pages that outlived their use until a step in flight was over
 
 
@@ -304,6 +305,7 @@ class Books:
 
     def _bill(self, request: Request) -> BillCounters:
         page_seconds, saved = request.account.bill(self.cache.pool.sharing.now)
+        self.totals.billed_page_seconds += page_seconds
         if self.is_observed:
             self.bills.append(page_seconds)
         return BillCounters(
