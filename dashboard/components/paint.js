@@ -196,7 +196,7 @@ export class Painter {
   drawRings(grid, view) {
     for (const page of view.rings) this.drawRing(grid, page, 2);
     if (view.selected >= 0) this.drawRing(grid, view.selected, 3);
-    if (view.cursor >= 0) this.drawRing(grid, view.cursor, 1);
+    if (view.cursor >= 0 && view.cursor !== view.selected) this.drawRing(grid, view.cursor, 1);
   }
 
   drawRing(grid, page, width) {
