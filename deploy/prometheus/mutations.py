@@ -3,8 +3,8 @@
     python -m deploy.prometheus.mutations               all faults; exit status 1 if any survives
     python -m deploy.prometheus.mutations --only Leak   those of rules whose name contains a word
 
-A fault drops a rule or its `for`, flips a comparison, changes a number, a window, a matcher, a function, a
-grouping, a label or a text. A fault that changes nothing is not planted.
+A fault drops a rule, one of its conditions or its `for`, flips a comparison, changes a number, a window, a
+matcher, a function, a grouping, a label or a text. A fault that changes nothing is not planted.
 """
 
 import argparse
@@ -92,6 +92,7 @@ def _changes(rule: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any] | None]
 
 
 def _expressions(expression: str) -> Iterator[tuple[str, str]]:
+    yield from _without_conditions(expression)
     yield from _replaced(expression, _COMPARISON, lambda text: FLIPS[text])
     yield from _replaced(expression, _NUMBER, _other_number)
     yield from _replaced(expression, _WINDOW, lambda text: "30s" if text != "30s" else "5m")
@@ -101,6 +102,14 @@ def _expressions(expression: str) -> Iterator[tuple[str, str]]:
     yield from _replaced(expression, _FUNCTION, lambda text: FUNCTIONS[text])
     yield from _replaced(expression, _GROUPING, lambda _: "")
     yield from _replaced(expression, _ARITHMETIC, lambda text: {"-": "+", "+": "-", "/": "*"}[text])
+
+
+def _without_conditions(expression: str) -> Iterator[tuple[str, str]]:
+    """The expression without one of the lines that begin with `and`, where one is enough to drop."""
+    lines = expression.strip().splitlines()
+    for index, line in enumerate(lines):
+        if line.strip().startswith("and ") and line.count("(") == line.count(")"):
+            yield f"{line.strip()!r} dropped", "\n".join(lines[:index] + lines[index + 1 :])
 
 
 def _replaced(
