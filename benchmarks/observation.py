@@ -112,6 +112,7 @@ class Setting:
     pages: int
     step_ms: float
     seconds: float
+    prompt: int = PROMPT  # tokens
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,9 @@ def describe(pages: int, sequences: int) -> WorkerDescription:
 class Loop:
     """An engine under constant load: what ends is replaced."""
 
-    def __init__(self, setting: Setting, folder: Path, *, observed: bool) -> None:
+    def __init__(
+        self, setting: Setting, folder: Path, *, observed: bool, runner: Runner | None = None
+    ) -> None:
         self.setting = setting
         cache = CacheConfig(setting.pages, PAGE_SIZE)
         config = SchedulerConfig(
@@ -147,9 +150,10 @@ class Loop:
         self.outputs: OutputQueue[LinkMessage] = OutputQueue(1024)
         self.observations: Handover[Observation] = Handover(64)
         settings = EngineSettings(overlap=setting.step_ms > 0, audit_interval=1.0 if observed else 1e9)
+        instant = InstantRunner(setting.step_ms / 1000, setting.sequences)
         self.engine = Engine(
             self.scheduler,
-            InstantRunner(setting.step_ms / 1000, setting.sequences),
+            runner or cast(Runner, instant),
             settings,
             commands=self.commands,
             outputs=self.outputs,
@@ -212,7 +216,7 @@ class Loop:
         return observer
 
     def _add(self) -> None:
-        prompt = array("I", [self._next_id % 997]) * PROMPT
+        prompt = array("I", [self._next_id % 997 + 100]) * self.setting.prompt
         spec = RequestSpec(
             SequenceId(self._next_id), prompt, SamplingParams(max_tokens=MAX_TOKENS), source="s"
         )
@@ -276,13 +280,31 @@ class Loop:
         return [float(self.num_tokens), float(self.scheduler.step_number), self.look_seconds, *times]
 
 
-def compare(setting: Setting, rounds: int) -> dict[str, float]:
+def cpu_runner(model: str, setting: Setting) -> Runner:
+    """The CPU engine's device, with real weights."""
+    # Here and not above: the rest of this benchmark needs no torch.
+    from worker.config import WorkerConfig
+    from worker.torch_device import TorchDevice
+
+    config = WorkerConfig(
+        model=model,
+        page_size=PAGE_SIZE,
+        num_pages=setting.pages,
+        max_running=setting.sequences,
+        max_context=CONTEXT,
+        max_batch_tokens=512,
+    )
+    return TorchDevice().build(config)
+
+
+def compare(setting: Setting, rounds: int, runner: Runner | None = None) -> dict[str, float]:
     """Off and on, in turns."""
     runs: dict[bool, list[Run]] = {False: [], True: []}
     for _ in range(rounds):
         for observed in (False, True):
             with TemporaryDirectory() as folder:
-                runs[observed].append(Loop(setting, Path(folder), observed=observed).run())
+                loop = Loop(setting, Path(folder), observed=observed, runner=runner)
+                runs[observed].append(loop.run())
     off, on = (_median(runs[observed]) for observed in (False, True))
     return {
         "tokens_per_second_off": round(off.tokens_per_second),
@@ -458,6 +480,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.observation", description=__doc__)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--model", default="", help="also with the CPU engine on this model, threads as cores"
+    )
     parser.add_argument("--write", action="store_true", help="into benchmarks/results/")
     options = parser.parse_args()
     figures: dict[str, object] = {}
@@ -477,6 +502,9 @@ def main() -> None:
         for step_ms in (0.0, 5.0):
             setting = Setting(256, pages, step_ms, options.seconds)
             figures[f"loop_{pages}_pages_{step_ms:g}_ms"] = compare(setting, options.rounds)
+    if options.model:
+        setting = Setting(8, 2_000, 0.0, max(10.0, options.seconds), prompt=64)
+        figures["cpu_engine_8"] = compare(setting, options.rounds, cpu_runner(options.model, setting))
     for name, figure in figures.items():
         print(name, figure)
     if options.write:
