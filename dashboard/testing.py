@@ -74,6 +74,7 @@ class FeedServer:
         self.sent_at: dict[int, float] = {}  # by number: wall time in ms of the newest message that has it
         self._interval = 1.0 / hz
         self._ended = threading.Event()
+        self._changing = threading.Lock()
         self._server: Any = None
 
     @property
@@ -96,6 +97,12 @@ class FeedServer:
         self._ended.set()
         self._server.stop(0).wait()
 
+    def stand_still(self) -> None:
+        """No page changes any more; when it returns the last change is done."""
+        self._ended.set()
+        with self._changing:
+            return
+
     def messages(self) -> Iterator[pb.WatchPageMapResponse]:
         """Snapshot, then changes."""
         pool = self.pool
@@ -107,7 +114,10 @@ class FeedServer:
             due += self._interval
             self._ended.wait(max(0.0, due - time.monotonic()))
             message = self._message(base_number=pool.number)
-            ids = pool.change()
+            with self._changing:
+                if self._ended.is_set():
+                    return
+                ids = pool.change()
             message.revision.number = pool.number
             message.delta.page_ids = ids.astype("<u4").tobytes()
             for name, plane in pool.planes.items():

@@ -1,0 +1,166 @@
+"""The subscriber against real gRPC: it follows, notices silence, comes back, and leaves nothing running."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dashboard.client import ServiceSource
+from dashboard.live_pages import STALE_SECONDS, Follower, LivePages
+from dashboard.testing import WORKER_ID, FeedServer
+from kvatlas.client.errors import PermissionDenied
+from kvatlas.client.sync import Client
+from kvatlas.v1 import cache_pb2 as pb
+
+COUNT = 70_000  # two parts of a snapshot
+BACK_SECONDS = 3.0
+
+
+@pytest.fixture
+def feed() -> Iterator[FeedServer]:
+    feed = FeedServer(COUNT, changed_share=0.001).start()
+    yield feed
+    feed.stop()
+
+
+@pytest.fixture
+def pages(feed: FeedServer, wait_until: Callable[..., None]) -> Iterator[LivePages]:
+    pages = LivePages(ServiceSource(feed.address)).start()
+    wait_until(lambda: (one := pages.follower("")) is not None and one.status.kind == "live")
+    yield pages
+    pages.stop()
+
+
+def the(pages: LivePages) -> Follower:
+    follower = pages.follower("")
+    assert follower is not None
+    return follower
+
+
+def test_a_large_map_comes_in_parts_and_stays_equal(
+    pages: LivePages, feed: FeedServer, wait_until: Callable[..., None]
+) -> None:
+    live = the(pages).live_map
+    first = live.revision
+    wait_until(lambda: live.revision > first + 10)
+    geometry = live.geometry()
+    assert (geometry.worker_id, geometry.page_count, geometry.page_size) == (WORKER_ID, COUNT, 16)
+    assert sum(live.counts().values()) == COUNT
+    feed.stand_still()
+    wait_until(lambda: live.page_map.revision.number == feed.pool.number)
+    for name, plane in feed.pool.planes.items():
+        assert (live.planes([name])[name] == plane).all(), name
+
+
+def test_a_service_that_dies_is_noticed_and_comes_back_by_itself(
+    pages: LivePages, feed: FeedServer, wait_until: Callable[..., None]
+) -> None:
+    follower = the(pages)
+    feed.stop()
+    stopped = time.monotonic()
+    wait_until(lambda: follower.status.kind in ("no_service", "stale"), "a word of it", STALE_SECONDS + 1)
+    assert time.monotonic() - stopped < STALE_SECONDS + 1
+    assert follower.live_map.is_whole, "the last map stays"
+    wait_until(lambda: pages.failure, "the roster's word of it", 20)
+    time.sleep(2)
+    feed.pool.epoch += 1  # another life
+    feed.start()
+    wait_until(lambda: follower.status.kind == "live", "a live map", BACK_SECONDS + 2)
+    assert follower.live_map.geometry().epoch == feed.pool.epoch
+    assert len(follower.live_map.history.restarts) == 1
+    assert follower.faults == 0
+    wait_until(lambda: not pages.failure, "the roster", 10)
+
+
+def test_a_delta_that_continues_nothing_is_a_fault_and_never_a_wrong_map(
+    pages: LivePages, feed: FeedServer, wait_until: Callable[..., None]
+) -> None:
+    follower = the(pages)
+    feed.pool.number += 5  # as if a message had been lost on the way
+    wait_until(lambda: follower.faults >= 1)
+    wait_until(lambda: follower.status.kind == "live")
+    before = follower.live_map.revision
+    wait_until(lambda: follower.live_map.revision > before + 3)
+    assert follower.live_map.page_map.revision.number <= feed.pool.number
+    assert sum(follower.live_map.counts().values()) == COUNT
+
+
+def test_nothing_runs_after_the_end(feed: FeedServer, wait_until: Callable[..., None]) -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    pages = LivePages(ServiceSource(feed.address)).start()
+    wait_until(lambda: (one := pages.follower("")) is not None and one.live_map.is_whole)
+    pages.stop()
+    left = {thread.name for thread in threading.enumerate()} - before
+    assert not {name for name in left if name.startswith("pages-")}
+
+
+def test_the_token_goes_with_every_call(feed: FeedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, str]] = []
+    tokens = iter(["first", "second", ""])
+    source = ServiceSource(feed.address, lambda: next(tokens))
+    stub = source._server()
+
+    def note(request: Any, timeout: float, metadata: list[tuple[str, str]]) -> Any:
+        seen.append(("server", dict(metadata).get("authorization", "")))
+        return stub.GetServerInfo(request, timeout=timeout, metadata=metadata)
+
+    class Noting:
+        GetServerInfo = staticmethod(note)
+
+    monkeypatch.setattr(source, "_server", lambda: Noting)
+    for _ in range(3):
+        assert source.server().version == "synthetic"
+    source.close()
+    assert seen == [("server", "Bearer first"), ("server", "Bearer second"), ("server", "")]
+
+
+def test_a_refusal_is_told_and_tried_again_without_haste(
+    feed: FeedServer, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = ServiceSource(feed.address)
+    tries: list[float] = []
+
+    def refuse(worker_id: str, resume_after: pb.Revision | None) -> Any:
+        tries.append(time.monotonic())
+        raise PermissionDenied("the scope cache.read is missing", reason="MISSING_SCOPE")
+
+    monkeypatch.setattr(source, "watch", refuse)
+    pages = LivePages(source).start()
+    try:
+        wait_until(lambda: (one := pages.follower("")) is not None and one.status.kind == "denied")
+        assert "cache.read" in the(pages).status.reason
+        time.sleep(1.0)
+        assert len(tries) == 1
+    finally:
+        pages.stop()
+
+
+def test_the_copy_equals_the_service_after_real_requests(
+    fake_server: Any, wait_until: Callable[..., None]
+) -> None:
+    pages = LivePages(ServiceSource(fake_server.address)).start()
+    try:
+        wait_until(lambda: (one := pages.follower("")) is not None and one.status.kind == "live")
+        live = the(pages).live_map
+        with Client(fake_server.address) as client:
+            for number in range(12):
+                prompt = [1 + (number % 3 * 31 + at) % 200 for at in range(40 + 9 * number)]
+                client.generate(prompt, max_tokens=20, ignore_eos=True)
+            wait_until(lambda: live.counts()["active"] == 0, "an idle pool")
+            theirs = client.page_map()
+            wait_until(lambda: live.page_map.revision.number == theirs.revision.number)
+            for name, plane in theirs.planes.items():
+                if name != "used_ms":
+                    assert (live.planes([name])[name] == plane).all(), name
+            assert live.sequences() == []
+            page = int(np.flatnonzero(theirs["states"] == pb.PAGE_STATE_CACHED)[0])
+            facts = pages.source.page("", page)
+            assert (facts.page_id, facts.state, facts.is_sealed) == (page, "cached", True)
+            assert [event.kind for event in facts.events][-1] == "cached"
+            tokens = pages.source.tokenize("the same words")
+            assert "".join(tokens.pieces) == tokens.text
+    finally:
+        pages.stop()
