@@ -21,7 +21,7 @@ ROUND_PAGES = 512  # looked at one by one in one round, about 2 us each; the nex
 ROUND_ROWS = 4  # compared with the device in one round
 SPAN_SLOTS = 1024  # of each of them
 SWEEP_SHARE = 0.2  # of the engine's time while somebody waits for a sweep
-SWEEP_PAGES = 4096
+SWEEP_PAGES = 2048
 SWEEP_ROWS = 16
 READ_SECONDS = 5.0  # after which a copy is given up: the device stands still, which others report
 POLL_SECONDS = 0.002  # between two looks of an idle engine at a copy on its way
@@ -133,7 +133,8 @@ class LiveAudit:
         if this.sweep is None:
             self._due.done(now, this.seconds)
         else:
-            self._add_to(this.sweep, this, now, len(this.spans) if is_compared else 0)
+            rows = sum(span.first == 0 for span in this.spans) if is_compared else 0
+            self._add_to(this.sweep, this, now, rows)
         return AuditRound(
             checks=CHECKS if is_compared else _IN_BOOKS,
             findings=this.findings[:KEPT_FINDINGS],

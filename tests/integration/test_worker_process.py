@@ -379,7 +379,7 @@ def test_a_full_check_of_a_sound_worker_under_load_finds_nothing_and_compares_ro
         (reply,) = service.command(full)
         report = reply.check_integrity
         assert report.violations_total == 0
-        assert (report.checked_pages, report.checked_rows, report.round_count) == (20_000, 4, 5)
+        assert (report.checked_pages, report.checked_rows, report.round_count) == (20_000, 4, 10)
         assert report.last_revision.number >= report.first_revision.number > 0
         assert report.engine_time.ToNanoseconds() > 0
     finally:
