@@ -21,6 +21,9 @@ from kernels.page_indices import page_indices
 from kernels.store_kv import store_kv
 
 HEAD_DIMS = (64, 128, 256)
+LEAST_PAIRS = 4 << 20
+"""Pairs of query and key from which FlashInfer's prefill gains more than its plan costs (docs/kernels.md)."""
+LEAST_QUERIES = 512  # a span, on average: its tiles are 128 queries of one head
 _INT32 = torch.int32
 
 
@@ -38,12 +41,14 @@ class FlashInferBackend:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        decode: GraphBackend | None = None,
+        beside: GraphBackend | None = None,
+        least_pairs: int = LEAST_PAIRS,
         prefill: str = "auto",
         library: Any = None,
     ) -> None:
-        """`decode`: whose decode attention to use; none: FlashInfer's. `prefill`: fa2, fa3, or auto for the
-        best one of the device, compiled if need be. `library`: the flashinfer module.
+        """`beside`: who decodes, and takes prefill of fewer than `least_pairs` pairs of query and key; none:
+        FlashInfer does all. `prefill`: fa2, fa3, or auto for the best one of the device, compiled if need
+        be. `library`: the flashinfer module.
 
         Raises ValueError for shapes that FlashInfer does not have.
         """
@@ -55,9 +60,11 @@ class FlashInferBackend:
             dtype,
             device,
         )
-        self._decode_maker = decode
-        if decode is not None:
-            self.name = f"flashinfer+{decode.name}"
+        self._beside = beside
+        self._least_pairs = least_pairs
+        self._takes_all: GraphBackend | None = None  # the other one, where it takes the whole step
+        if beside is not None:
+            self.name = f"flashinfer+{beside.name}"
         self._prefill = self._planner.prefill_wrapper(prefill)
         self._decode: StaticDecode | None = None  # of mixed steps, for the page table last seen
         self._decode_table: Tensor | None = None
@@ -68,6 +75,10 @@ class FlashInferBackend:
     def plan(self, batch: PagedBatch) -> None:
         """Schedules both parts of the step; page numbers on the device."""
         self._batch = batch
+        self._takes_all = None if is_worth(batch, self._least_pairs) else self._beside
+        if self._takes_all is not None:
+            self._takes_all.plan(batch)
+            return
         count = batch.num_decode
         if count:
             decode = self._decode_for(batch.page_table, count)
@@ -87,6 +98,8 @@ class FlashInferBackend:
         """Attends to what is stored: decode spans first, as the batch is ordered."""
         batch = self._batch
         assert batch is not None, "attend before plan"
+        if self._takes_all is not None:
+            return self._takes_all.attend(kv, q, scale=scale)
         count = batch.num_decode
         if not self._has_prefill:
             assert self._decode is not None, "a batch without spans"
@@ -100,8 +113,8 @@ class FlashInferBackend:
 
     def static_decode(self, page_table: Tensor, max_batch: int) -> StaticDecode:
         """See kernels.backend.GraphBackend."""
-        if self._decode_maker is not None:
-            return self._decode_maker.static_decode(page_table, max_batch)
+        if self._beside is not None:
+            return self._beside.static_decode(page_table, max_batch)
         return FlashInferStaticDecode(self._planner, page_table, max_batch, is_captured=True)
 
     def _decode_for(self, page_table: Tensor, count: int) -> StaticDecode:
@@ -109,8 +122,8 @@ class FlashInferBackend:
         if self._decode is None or self._decode_table is not page_table or count > self._capacity:
             self._capacity = max(16, 1 << (count - 1).bit_length())
             self._decode_table = page_table
-            if self._decode_maker is not None:
-                self._decode = self._decode_maker.static_decode(page_table, self._capacity)
+            if self._beside is not None:
+                self._decode = self._beside.static_decode(page_table, self._capacity)
             else:
                 self._decode = FlashInferStaticDecode(
                     self._planner, page_table, self._capacity, is_captured=False
@@ -139,6 +152,15 @@ class FlashInferBackend:
                 q_data_type=planner.dtype,
                 kv_data_type=planner.dtype,
             )
+
+
+def is_worth(batch: PagedBatch, least_pairs: int) -> bool:
+    """Whether the prefill spans of a step are long enough for FlashInfer."""
+    q_lens, kv_lens = batch.q_lens_host[batch.num_decode :], batch.kv_lens_host[batch.num_decode :]
+    if least_pairs == 0:
+        return True
+    pairs = sum(q * kv - q * (q - 1) // 2 for q, kv in zip(q_lens, kv_lens, strict=True))
+    return pairs >= least_pairs and sum(q_lens) >= LEAST_QUERIES * len(q_lens)
 
 
 def check_shape(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -20,6 +20,7 @@ from kernels.dependent_launch import dependent_launch
 
 MAX_ROWS = 64
 MAX_PARTS = 16
+_ENOUGH_TILES = 88  # two thirds of the multiprocessors: parts gain less than adding them up costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,13 @@ class Fp8Launch:
 
 
 def choose_launch(num_rows: int, out_features: int, in_features: int) -> Fp8Launch:
-    """Enough programs to keep all multiprocessors busy, each with some turns to pipeline."""
+    """Two programs a multiprocessor, or one where many rows make parts dear; some turns to pipeline each."""
     tiles = triton.cdiv(out_features, 64)
-    parts = min(MAX_PARTS, max(1, 300 // tiles), max(1, in_features // 512))
-    return Fp8Launch(parts=parts)
+    programs = 256 if num_rows <= 16 else 128
+    parts = 1
+    while parts < MAX_PARTS and 2 * parts * tiles <= programs and 1024 * parts <= in_features:
+        parts *= 2
+    return Fp8Launch(parts=1 if tiles >= _ENOUGH_TILES else parts)
 
 
 def fp8_matmul(

@@ -35,7 +35,7 @@ def launch_for(out_features: int, itemsize: int) -> InvariantLaunch:
     """Narrow tiles where the outputs are few, so that one row still fills the device."""
     if itemsize > 2:
         return InvariantLaunch(rows=32, outputs=64, inputs=32, stages=3)
-    return InvariantLaunch() if out_features <= 8192 else InvariantLaunch(outputs=128, inputs=64)
+    return InvariantLaunch() if out_features <= 8192 else InvariantLaunch(outputs=128)
 
 
 def invariant_matmul(

@@ -48,8 +48,8 @@ def _flashinfer(
     dtype: torch.dtype,
 ) -> AttentionBackend:
     backend = import_module("kernels.flashinfer_backend").FlashInferBackend
-    decode = _triton(heads, config) if choice.decode else None
-    made = backend(*heads, page_size=config.page_size, dtype=dtype, device=device, decode=decode)
+    beside = _triton(heads, config) if choice.decode else None
+    made = backend(*heads, page_size=config.page_size, dtype=dtype, device=device, beside=beside)
     return cast(AttentionBackend, made)
 
 

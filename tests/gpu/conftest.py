@@ -163,7 +163,7 @@ def _attention(name: str, config: RunnerConfig, num_heads: int) -> Any:
             return FlashInferBackend(*heads, **paged, **prefill)
         case "flashinfer+triton":
             return FlashInferBackend(
-                *heads, **paged, **prefill, decode=TritonBackend(*heads, config.max_context)
+                *heads, **paged, **prefill, beside=TritonBackend(*heads, config.max_context), least_pairs=0
             )
         case _:
             return TritonBackend(*heads, config.max_context)

@@ -49,10 +49,10 @@ def prefill_kernels(head_dim: int) -> str:
 )
 def test_mixed_steps_equal_the_reference(device, heads, kv_heads, head_dim, page_size, decode_by):
     """B080, B085, B088, M-31: ragged decode and prefill spans on a NaN-filled pool, step after step."""
-    decode = TritonBackend(heads, kv_heads, head_dim, 4096) if decode_by == "triton" else None
+    beside = TritonBackend(heads, kv_heads, head_dim, 4096) if decode_by == "triton" else None
     ours = FlashInferBackend(
-        heads, kv_heads, head_dim, page_size=page_size, dtype=BF16, device=device, decode=decode,
-        prefill=prefill_kernels(head_dim),
+        heads, kv_heads, head_dim, page_size=page_size, dtype=BF16, device=device, beside=beside,
+        least_pairs=0, prefill=prefill_kernels(head_dim),
     )  # fmt: skip
     steps = [
         ([1, 1, 1], [1, 17, 300]),

@@ -14,8 +14,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 from kernels import reference
-from kernels.batch import KvLayer
-from kernels.flashinfer_backend import check_shape
+from kernels.batch import KvLayer, PagedBatch
+from kernels.flashinfer_backend import LEAST_PAIRS, check_shape, is_worth
 from kernels.flashinfer_decode import FlashInferStaticDecode, StalePlanError
 from kernels.flashinfer_plans import Planner
 from kernels.page_indices import page_indices
@@ -165,6 +165,34 @@ def test_a_library_without_the_memory_that_is_given_to_plans_is_refused() -> Non
     decode = FlashInferStaticDecode(planner(4, Other()), table_of(2, 2, 4), 2, is_captured=False)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="_int_workspace_buffer"):
         decode.prepare(1, [1])
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "cached", "expected"),
+    [
+        ([512], 0, False),
+        ([2048], 0, False),
+        ([2048] * 4, 0, True),
+        ([8192], 0, True),
+        ([2048], 30_720, True),
+        ([64] * 32, 1024, False),
+        ([256] * 40, 8192, False),
+        ([1, 1, 4096], 0, True),  # decode spans are another kernel's
+        ([1, 1], 100_000, False),
+    ],
+)
+def test_long_prompts_are_worth_a_plan_and_short_ones_are_not(
+    q_lens: list[int], cached: int, expected: bool
+) -> None:
+    num_decode = sum(q == 1 for q in q_lens)
+    nothing = torch.zeros(0, dtype=torch.int32)
+    batch = PagedBatch(
+        page_table=nothing, rows=nothing, kv_lens=nothing, q_indptr=nothing, positions=nothing,
+        write_slots=nothing, num_decode=num_decode, max_q_len=0, max_kv_len=0, page_size=16,
+        rows_host=[], kv_lens_host=[q + cached for q in q_lens], q_lens_host=q_lens,
+    )  # fmt: skip
+    assert is_worth(batch, LEAST_PAIRS) is expected
+    assert is_worth(batch, 0)
 
 
 @pytest.mark.parametrize(

@@ -45,11 +45,13 @@ def test_the_relative_error_of_a_number_in_range_is_at_most_a_sixteenth() -> Non
 
 
 def test_rows_use_the_whole_range_each_by_its_own_scale() -> None:
-    x = torch.randn(4, 64) * torch.tensor([1e-4, 1.0, 0.0, 1e4])[:, None]
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 64, generator=draw) * torch.tensor([1e-4, 1.0, 0.0, 1e4])[:, None]
     rows, scales = fp8.quantize_rows(x)
     assert rows.float().abs().amax(dim=1).tolist() == [448.0, 448.0, 0.0, 448.0]
-    back = rows.float() * scales
-    torch.testing.assert_close(back, x, rtol=2**-4, atol=float(x[0].abs().max()) * 2e-5)
+    error = (rows.float() * scales - x).abs()
+    # Half a step: a sixteenth of the number, or half the smallest one.
+    assert (error <= x.abs() * 2**-4 + scales * 2**-10).all()
     assert scales[2].item() == 1.0
 
 

@@ -160,8 +160,9 @@ class TorchRunner:
 
     def poison_pages(self, pages: Sequence[int]) -> None:
         """For poison mode: fills pages that became FREE with NaN. Call once no step in flight has them."""
-        self.kv_pool.poison_pages(pages)
-        self._refresh(pages)
+        with torch.inference_mode():  # in which a backend made its copy of them
+            self.kv_pool.poison_pages(pages)
+            self._refresh(pages)
 
     def close(self) -> None:
         """Lets go of the model and the pool; the runner is of no use afterwards."""
