@@ -8,10 +8,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from kvatlas.client.channel import DEFAULT_ADDRESS
 from kvatlas.settings import ConfigError, Reader, as_toml, option, range_faults
 
+LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 __all__ = ["ConfigError", "DashboardConfig", "from_args", "wants_print"]
 
 
@@ -23,7 +25,7 @@ class DashboardConfig:
     listen: str = option("127.0.0.1:8501", "host:port where browsers come; port 0: any free one")
     base_path: str = option("", "path under which a proxy shows the dashboard, e.g. kvatlas")
     allowed_origins: tuple[str, ...] = option(
-        (), "origins beside our own that may open the page feed, joined by commas"
+        (), "origins beside our own that may open the page, e.g. https://ours.example, joined by commas"
     )
     token_file: str = option("", "file with the bearer token for the service", metavar="FILE")
     grafana_url: str = option("", "where Grafana is, for links; empty: no links", metavar="URL")
@@ -67,6 +69,15 @@ class DashboardConfig:
         """The base path as the beginning of a URL's path: "" or "/name"."""
         path = self.base_path.strip("/")
         return f"/{path}" if path else ""
+
+    @property
+    def allowed_hosts(self) -> tuple[str, ...]:
+        """Names by which browsers may call us; empty: any. On loopback only its own and those of allowed
+        origins: a foreign name that resolves to it is an attack (DNS rebinding)."""
+        if self.host not in LOOPBACK_HOSTS:
+            return ()
+        named = {urlsplit(origin).hostname or "" for origin in self.allowed_origins}
+        return tuple(sorted((LOOPBACK_HOSTS | named) - {""}))
 
     def read_token(self) -> str:
         """The token, or "". Read again for each new channel, so that it can be replaced."""

@@ -6,7 +6,7 @@ import streamlit as st
 from dashboard import process
 from dashboard.facts import PageFacts
 from dashboard.live_pages import Follower
-from dashboard.view_parts import clock_text, sequence_name
+from dashboard.view_parts import clock_text, query_id, sequence_name
 from kvatlas.client.errors import KvatlasError
 from kvatlas.client.page_map import SequencePages
 
@@ -15,7 +15,7 @@ MAX_ROWS = 512
 
 def inspect(follower: Follower) -> None:
     """What the URL's `page` or `req` names; a hint where it names nothing."""
-    request_id = st.query_params.get("req", "")
+    request_id = query_id("req")
     pages = [st.query_params.get("page", ""), *map(str, st.session_state.get("more_pages", []))]
     if request_id:
         _request(follower, request_id)
@@ -92,7 +92,7 @@ def _events(facts: PageFacts) -> None:
 def _request(follower: Follower, request_id: str) -> None:
     """A sequence: logical page → page → first slot, as the page table has it."""
     found = [each for each in follower.live_map.sequences() if each.request_id == request_id]
-    st.subheader(request_id, anchor=False)
+    st.markdown(f"**Request** `{request_id}`")
     if not found:
         st.caption("has ended")
     for sequence in found[:4]:

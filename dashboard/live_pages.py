@@ -95,9 +95,8 @@ class Follower:
         failures = 0
         while not self._ended.is_set():
             try:
-                self._follow()
-                failures = 0
-                continue
+                self._follow()  # ended without a failure: the server may close a watch in order
+                failures, wait = 0, FIRST_BACKOFF_SECONDS
             except KvatlasError as failure:
                 failures = 0 if isinstance(failure, DeadlineExceeded) else failures + 1
                 wait = self._pause_after(failure, failures)

@@ -41,23 +41,33 @@ def assets_digest() -> str:
     return hashlib.sha256(whole).hexdigest()[:16]
 
 
-def is_own_origin(connection: HTTPConnection, allowed: tuple[str, ...]) -> bool:
-    """Whether a browser's page of ours, or an allowed one, asks. Programs send no Origin."""
+def is_ours(connection: HTTPConnection, origins: tuple[str, ...], hosts: tuple[str, ...]) -> bool:
+    """Whether a page of ours, or of an allowed origin, asks, and by a name that is ours.
+
+    `hosts`: the names; empty: any. Programs send no Origin.
+    """
+    host = connection.headers.get("host", "")
+    if hosts and urlsplit(f"//{host}").hostname not in hosts:
+        return False
     origin = connection.headers.get("origin")
-    if origin is None or origin in allowed:
-        return True
-    return urlsplit(origin).netloc == connection.headers.get("host")
+    return origin is None or origin in origins or urlsplit(origin).netloc == host
 
 
 class LiveRoutes:
     """The routes of one process. `pages` is asked for at each use: the subscriber starts with the app."""
 
     def __init__(
-        self, pages: Callable[[], LivePages], *, prefix: str, allowed: tuple[str, ...], max_viewers: int
+        self,
+        pages: Callable[[], LivePages],
+        *,
+        prefix: str,
+        allowed: tuple[str, ...],
+        hosts: tuple[str, ...],
+        max_viewers: int,
     ) -> None:
         self._pages = pages
         self._prefix = prefix
-        self._allowed = allowed
+        self._allowed = (allowed, hosts)
         self._max_viewers = max_viewers
         self._assets = assets()
         self.num_viewers = 0
@@ -73,7 +83,7 @@ class LiveRoutes:
         ]
 
     async def _serve_pages(self, socket: WebSocket) -> None:
-        if not is_own_origin(socket, self._allowed):
+        if not is_ours(socket, *self._allowed):
             await socket.close(REFUSED)  # before `accept`: the browser sees 403
             return
         if self.num_viewers >= self._max_viewers:
@@ -96,7 +106,7 @@ class LiveRoutes:
     async def _serve_spectrogram(self, request: Request) -> Response:
         """Columns from number `since` on: u32 first, count, bands, pages; then f64 times [n],
         u32 figures [n, 14], u8 cuts [n], u8 columns [n, 4, bands]; all of it deflated."""
-        if not is_own_origin(request, self._allowed):
+        if not is_ours(request, *self._allowed):
             return Response(status_code=403)
         follower = self._pages().follower(request.query_params.get("worker", ""))
         since = request.query_params.get("since", "0")

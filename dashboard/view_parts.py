@@ -1,5 +1,6 @@
 """What every view needs: whose pool is shown, what is wrong if it is not, and how often to look again."""
 
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from dashboard.live_pages import Follower
 
 TAB_SECONDS = 6.0  # a tab that has not been heard of for this long is closed
 SECONDS_PER_TAB = 0.24  # so that fragments together stay below half a core
+ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 NOTHING = "n/a"
 
 _tabs: dict[str, float] = {}
@@ -32,6 +34,12 @@ def note_tab() -> int:
         return len(_tabs)
 
 
+def query_id(name: str) -> str:
+    """An id in the address, or "": what is no id is not shown, since anybody can make a link."""
+    text = st.query_params.get(name, "")
+    return text if ID.fullmatch(text) else ""
+
+
 def period(least_seconds: float = 1.0) -> float:
     """Seconds between two runs of a view's fragment."""
     return max(least_seconds, SECONDS_PER_TAB * note_tab())
@@ -44,7 +52,7 @@ def choose_follower() -> Follower | None:
     if not followers:
         _explain_no_worker()
         return None
-    wanted = st.query_params.get("worker", "")
+    wanted = query_id("worker")
     if len(followers) > 1:
         names = [each.worker_id for each in followers]
         picked = st.segmented_control(
@@ -110,7 +118,7 @@ def explain(kind: str, reason: str) -> None:
 
 def figures(values: Mapping[str, str], *, is_stale: bool = False) -> None:
     """One line of figures; struck while they are not of now."""
-    with st.container(horizontal=True, gap="large"):
+    with st.container(horizontal=True, gap="small"):
         for label, value in values.items():
             st.metric(label, f"~~{value}~~" if is_stale else value, width="content")
 

@@ -24,6 +24,8 @@ def configure(settings: DashboardConfig) -> None:
     options: dict[str, Any] = {
         "server.baseUrlPath": settings.base_path.strip("/"),
         "server.fileWatcherType": "none",  # a reloaded module would start a second subscriber
+        "server.corsAllowedOrigins": list(settings.allowed_origins),
+        "server.allowedHosts": list(settings.allowed_hosts),
         "server.headless": True,
         "browser.gatherUsageStats": False,
         "client.toolbarMode": "minimal",
@@ -42,6 +44,7 @@ def make_app(settings: DashboardConfig) -> Any:
         process.live_pages,
         prefix=settings.prefix,
         allowed=settings.allowed_origins,
+        hosts=settings.allowed_hosts,
         max_viewers=settings.max_viewers,
     )
     return st.App(SCRIPT, routes=live.routes(), lifespan=_lifespan)

@@ -4,7 +4,7 @@ import { choice, element, fitCanvas, isDark, loadStyles, located, number, ratioO
 import { mix, ramp, refsShare, ageShare, rgbOf } from "./colours.js";
 import { seconds } from "./planes.js";
 
-const ROW = 30, MIN_LABEL = 46;
+const MIN_ROW = 30, MAX_ROW = 64, MIN_LABEL = 46; // CSS pixels
 const MODES = ["last use", "hits", "refs"];
 
 export function mount(component) {
@@ -84,7 +84,8 @@ class Icicle {
     this.placed = place(this.data.nodes, this.top);
     if (this.top !== null && !this.placed.length) this.top = null;
     const depth = Math.max(1, ...this.placed.map(({ depth }) => depth + 1));
-    this.canvas.style.height = `${depth * ROW}px`;
+    this.row = Math.min(MAX_ROW, Math.max(MIN_ROW, Math.floor((window.innerHeight * 0.6) / depth)));
+    this.canvas.style.height = `${depth * this.row}px`;
     fitCanvas(this.canvas);
     this.canvas.setAttribute("aria-label", this.data.words);
     setText(this.words, this.data.words);
@@ -97,7 +98,7 @@ class Icicle {
 
   paintNode(context, { node, x, width, depth }) {
     const ratio = ratioOf(), left = x * this.canvas.width, wide = Math.max(1, width * this.canvas.width - ratio);
-    const top = depth * ROW * ratio, tall = (ROW - 2) * ratio;
+    const top = depth * this.row * ratio, tall = (this.row - 2) * ratio;
     const rgb = this.colour(node);
     context.fillStyle = `rgb(${rgb})`;
     context.fillRect(left, top, wide, tall);
@@ -144,7 +145,7 @@ class Icicle {
   }
 
   at(event) {
-    const x = event.offsetX / this.canvas.clientWidth, depth = Math.floor(event.offsetY / ROW);
+    const x = event.offsetX / this.canvas.clientWidth, depth = Math.floor(event.offsetY / this.row);
     return this.placed.find((each) => each.depth === depth && x >= each.x && x < each.x + each.width);
   }
 

@@ -8,7 +8,16 @@ from dashboard.components import mount
 from dashboard.inspector import inspect
 from dashboard.live_pages import Follower
 from dashboard.page_table_view import show_table
-from dashboard.view_parts import NOTHING, choose_follower, figures, grafana_link, needs_map, period, share
+from dashboard.view_parts import (
+    NOTHING,
+    choose_follower,
+    figures,
+    grafana_link,
+    needs_map,
+    period,
+    query_id,
+    share,
+)
 
 HZ = 10
 
@@ -105,7 +114,7 @@ def _selected() -> int | None:
 
 def _ringed_owner(follower: Follower) -> int:
     """Of the request that the URL names."""
-    request_id = st.query_params.get("req", "")
+    request_id = query_id("req")
     if not request_id:
         return 0
     owners = [each.owner for each in follower.live_map.sequences() if each.request_id == request_id]

@@ -17,6 +17,7 @@ from kvatlas.client.events import Delta, Event, Finished, Prefix, Started, Summa
 from kvatlas.client.request import Message, Options
 
 MAX_TOKENS = 512
+REDRAW_SECONDS = 0.05
 DEFAULT_PROMPT = (
     "The lighthouse of Skarholm stands on a rock in the North Sea. Every evening the keeper climbs 212 steps "
     "to light its lamp, which burns whale oil and can be seen from thirty miles away.\n\n"
@@ -51,7 +52,7 @@ def show() -> None:
         _send(follower, prompt, options, place)
     elif answer is not None and answer[0] == prompt:
         _ruler(follower, prompt, place, answer[1].tokens)
-        st.markdown(answer[2])
+        _plain(st.empty(), answer[2])
         _bill(answer[1])
 
 
@@ -92,12 +93,18 @@ def _send(
     try:
         # Leaving the view, Stop and a closed tab all end this script, and with it the call.
         with closing(process.live_pages().source.stream(prompt, **options)) as stream:
-            text = output.write_stream(_texts(iter(stream), told, follower, prompt, place, shown))
+            text, drawn_at = "", 0.0
+            for piece in _texts(iter(stream), told, follower, prompt, place, shown):
+                text += piece
+                if time.monotonic() - drawn_at >= REDRAW_SECONDS:
+                    drawn_at = time.monotonic()
+                    _plain(output, text)
+            _plain(output, text)
     except KvatlasError as failure:
         st.error(str(failure))
         return
     answer = _answer(told, time.monotonic() - begun)
-    st.session_state["answer"] = (prompt, answer, str(text))
+    st.session_state["answer"] = (prompt, answer, text)
     _bill(answer)
 
 
@@ -115,9 +122,14 @@ def _texts(
         if isinstance(event, Started):
             if event.prefix is not None:
                 _ruler(follower, prompt, place, _by_result(event.prefix))
-            shown.markdown(f"[on the map](page_map?req={event.request_id})")
+            shown.markdown(f"[on the map](./?req={event.request_id})")
         elif isinstance(event, Delta) and event.index == 0:
             yield event.text
+
+
+def _plain(place: "st.delta_generator.DeltaGenerator", text: str) -> None:
+    """What a model writes is text: as Markdown it could fetch pictures from anywhere."""
+    place.code(text or " ", language=None, wrap_lines=True)
 
 
 def _by_result(prefix: Prefix) -> dict[str, int]:

@@ -63,7 +63,7 @@ def drawn(node: Node) -> dict[str, Any]:
     elif node.is_ghost:
         label = f"ghost {node.pages}"
     else:
-        label = f"{node.pages} pages · {node.hits} hits"
+        label = f"{node.pages} page{'s' * (node.pages != 1)} · {node.hits} hits"
     return {
         "id": node.id,
         "parent": node.parent,

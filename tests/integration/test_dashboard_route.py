@@ -177,6 +177,16 @@ def test_a_foreign_origin_is_refused_before_the_socket_opens(dashboard: Dashboar
     assert dashboard.get("live/spectrogram")[0] == 200
 
 
+def test_a_foreign_name_for_the_loopback_is_refused(dashboard: Dashboard) -> None:
+    """DNS rebinding: the page of an attacker whose name suddenly resolves to 127.0.0.1."""
+    for host in ("evil.example", f"evil.example:{dashboard.host.rpartition(':')[2]}", ""):
+        with pytest.raises(InvalidStatus):
+            dashboard.open(origin=f"http://{host}", additional_headers={"Host": host})
+        assert dashboard.get("live/spectrogram", Host=host)[0] == 403
+    port = dashboard.host.rpartition(":")[2]
+    assert dashboard.get("live/spectrogram", Host=f"localhost:{port}")[0] == 200
+
+
 def test_lists_come_to_who_asks(dashboard: Dashboard) -> None:
     with dashboard.open() as socket:
         viewer = Viewer(socket)

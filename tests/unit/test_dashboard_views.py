@@ -308,3 +308,12 @@ def test_a_service_without_a_prefix_cache_says_so(
     monkeypatch.setattr(pages.source, "server", lambda: without)
     wait_until(lambda: pages.server == without)
     assert "prefix cache is off" in texts_of(run("prefix_tree"))
+
+
+def test_a_link_cannot_put_its_words_on_the_page(pages: LivePages) -> None:
+    """Anybody can make a link: what is no id, no number and no worker's name is not shown."""
+    picture = "![seen](http://evil.example/seen.png)"
+    app = run("page_map", req=picture, worker=picture, page=picture, t=picture)
+    assert "evil.example" not in texts_of(app)
+    assert drawn(app)["page_map.js"]["worker"] == "demo-0"
+    assert drawn(app)["page_map.js"]["at"] is None
