@@ -79,6 +79,11 @@ class DecodeGraphs:
         """Whether some captured size holds the batch."""
         return padded_size(batch_size, self.sizes) is not None
 
+    @property
+    def captures(self) -> bool:
+        """Whether there are graphs at all; else the same bodies run eagerly."""
+        return self._captures
+
     def capture_first(self) -> None:
         """Captures a few sizes without filters, the largest first; nothing where graphs are off."""
         for size in first_sizes(self.sizes) if self._captures else []:

@@ -115,7 +115,7 @@ class CudaRunner(TorchRunner):
         self.kv_pool.copy_pages(step.page_copies)
         with_filters = bool(self._has_filters[np.frombuffer(step.rows, dtype=np.int32)].any())
         results = self.graphs.run(step.rows, step.ends, with_filters=with_filters)
-        replayed = _Replayed(step, results, began)
+        replayed = _Replayed(step, results, began, is_replayed=self.graphs.captures)
         self.graphs.capture_next()  # while the device works
         return replayed
 
@@ -200,9 +200,8 @@ def _is_special(start: RowStart) -> bool:
 class _Replayed:
     """A replayed graph; ids and flags travel to pinned memory behind it, in one copy."""
 
-    is_replayed = True
-
-    def __init__(self, step: Step, results: Tensor, began: float) -> None:
+    def __init__(self, step: Step, results: Tensor, began: float, *, is_replayed: bool) -> None:
+        self.is_replayed = is_replayed
         self._step = step
         self._began = began
         self._results = OnTheWay(results)
