@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
 
 import streamlit as st
 
@@ -43,17 +44,29 @@ def show() -> None:
     if not text.strip():
         return
     prompt: Prompt = [Message("user", text)] if as_chat else text
-    place = st.empty()
+    places = _Places(st.empty(), st.empty(), st.empty(), st.empty())
     answer = st.session_state.get("answer")
-    if is_sent or answer is None or answer[0] != prompt:
-        _ruler(follower, prompt, place, None)
+    if answer is not None and answer[0] != prompt:
+        answer = None  # of another prompt
+    if is_sent or answer is None:
+        _ruler(follower, prompt, places.ruler, None)
     if is_sent:
         options: Options = {"max_tokens": max_tokens, "temperature": temperature, "n": samples}
-        _send(follower, prompt, options, place)
-    elif answer is not None and answer[0] == prompt:
-        _ruler(follower, prompt, place, answer[1].tokens)
-        _plain(st.empty(), answer[2])
-        _bill(answer[1])
+        _send(follower, prompt, options, places)
+    elif answer is not None:
+        _ruler(follower, prompt, places.ruler, answer[1].tokens)
+        _plain(places.output, answer[2])
+        _bill(answer[1], places.bill)
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where things stand, whatever has been sent before."""
+
+    ruler: "st.delta_generator.DeltaGenerator"
+    output: "st.delta_generator.DeltaGenerator"
+    controls: "st.delta_generator.DeltaGenerator"
+    bill: "st.delta_generator.DeltaGenerator"
 
 
 def _ruler(
@@ -82,30 +95,32 @@ def _expected(count: int, cached: int, page_size: int) -> dict[str, int]:
     return {"hit": cached, "miss_cold": count - cached - unaligned, "miss_evicted": 0, "unaligned": unaligned}
 
 
-def _send(
-    follower: Follower, prompt: Prompt, options: Options, place: "st.delta_generator.DeltaGenerator"
-) -> None:
+def _send(follower: Follower, prompt: Prompt, options: Options, places: _Places) -> None:
     told: list[Event] = []
     begun = time.monotonic()
-    output = st.empty()
-    stop, shown = st.columns([1, 4])
-    stop.button("Stop", key="stop")  # a press runs the script anew, which closes the stream below
+    places.bill.empty()  # what stands there is of the last answer
+    _plain(places.output, "")
+    with places.controls.container(horizontal=True):
+        st.button("Stop", key="stop")  # a press runs the script anew, which closes the stream below
+        shown = st.empty()
     try:
         # Leaving the view, Stop and a closed tab all end this script, and with it the call.
         with closing(process.live_pages().source.stream(prompt, **options)) as stream:
             text, drawn_at = "", 0.0
-            for piece in _texts(iter(stream), told, follower, prompt, place, shown):
+            for piece in _texts(iter(stream), told, follower, prompt, places.ruler, shown):
                 text += piece
                 if time.monotonic() - drawn_at >= REDRAW_SECONDS:
                     drawn_at = time.monotonic()
-                    _plain(output, text)
-            _plain(output, text)
+                    _plain(places.output, text)
     except KvatlasError as failure:
-        st.error(str(failure))
+        places.bill.error(str(failure))
         return
+    finally:
+        places.controls.empty()
+    _plain(places.output, text)
     answer = _answer(told, time.monotonic() - begun)
     st.session_state["answer"] = (prompt, answer, text)
-    _bill(answer)
+    _bill(answer, places.bill)
 
 
 def _texts(
@@ -157,18 +172,19 @@ def _answer(events: list[Event], seconds: float) -> Answer:
     )
 
 
-def _bill(answer: Answer) -> None:
-    figures(
-        {
-            "First token": f"{answer.first_token_seconds * 1000:.0f} ms",
-            "Tokens": f"{answer.prompt_tokens:,} + {answer.completion_tokens:,}",
-            "Bill": f"{answer.page_seconds:.1f} page·s",
-            "Saved by sharing": f"{answer.page_seconds_saved:.1f} page·s",
-            "Reused pages": f"{answer.reused_pages:,}",
-            "Tail": f"{answer.tail_waste_slots:,} slots",
-            "Ended by": answer.finish_reason,
-        }
-    )
+def _bill(answer: Answer, place: "st.delta_generator.DeltaGenerator") -> None:
+    with place.container():
+        figures(
+            {
+                "First token": f"{answer.first_token_seconds * 1000:.0f} ms",
+                "Tokens": f"{answer.prompt_tokens:,} + {answer.completion_tokens:,}",
+                "Bill": f"{answer.page_seconds:.1f} page·s",
+                "Saved by sharing": f"{answer.page_seconds_saved:.1f} page·s",
+                "Reused pages": f"{answer.reused_pages:,}",
+                "Tail": f"{answer.tail_waste_slots:,} slots",
+                "Ended by": answer.finish_reason,
+            }
+        )
 
 
 show()
