@@ -12,15 +12,21 @@ is a leaf, and when one becomes a leaf.
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 
 class EvictionPolicy(Protocol):
     """Order of unreferenced, unpinned pages."""
 
+    is_by_use_alone: bool  # hits, depth and leaves are nothing to it: it need not be told
+
     def add(self, page: int, hits: int, depth: int, is_leaf: bool) -> None:
         """``page`` is not referenced any more; children come before their parents."""
+        ...
+
+    def add_all(self, pages: Sequence[int]) -> None:
+        """``add`` of each, in this order, without what only some policies ask for."""
         ...
 
     def hold(self, page: int) -> None:
@@ -60,6 +66,18 @@ class PageLists:
     def append(self, page: int, which: int = 0) -> None:
         """At the tail."""
         self._insert(page, self._prev[self._base + which])
+
+    def append_all(self, pages: Sequence[int]) -> None:
+        """At the tail of the first list, in this order."""
+        following, before, head = self._next, self._prev, self._base
+        tail = before[head]
+        for page in pages:
+            assert following[page] == page, f"page {page} stands in a list already"
+            following[tail] = page
+            before[page] = tail
+            tail = page
+        following[tail] = head
+        before[head] = tail
 
     def prepend(self, page: int, which: int = 0) -> None:
         """At the head."""
@@ -103,12 +121,18 @@ class PageLists:
 class LeastRecentlyUsed:
     """The page whose last use is longest ago. The default."""
 
+    is_by_use_alone = True
+
     def __init__(self, num_pages: int) -> None:
         self._lists = PageLists(num_pages)
 
     def add(self, page: int, hits: int, depth: int, is_leaf: bool) -> None:
         """See EvictionPolicy."""
         self._lists.append(page)
+
+    def add_all(self, pages: Sequence[int]) -> None:
+        """See EvictionPolicy."""
+        self._lists.append_all(pages)
 
     def hold(self, page: int) -> None:
         """See EvictionPolicy."""
@@ -170,12 +194,18 @@ class _Buckets:
 class LeastFrequentlyUsed:
     """The page with the fewest prefix hits since it was sealed (capped at 63), then by last use."""
 
+    is_by_use_alone = False
+
     def __init__(self, num_pages: int) -> None:
         self._buckets = _Buckets(num_pages, 64)
 
     def add(self, page: int, hits: int, depth: int, is_leaf: bool) -> None:
         """See EvictionPolicy."""
         self._buckets.append(page, min(hits, 63))
+
+    def add_all(self, pages: Sequence[int]) -> None:
+        """Never called: it asks for more than use."""
+        raise AssertionError(f"{len(pages)} pages added without their hits and depths")
 
     def hold(self, page: int) -> None:
         """See EvictionPolicy."""
@@ -202,6 +232,8 @@ class FirstInFirstOut:
     put in, so a victim costs O(1) on average.
     """
 
+    is_by_use_alone = False
+
     def __init__(self, num_pages: int) -> None:
         self._lists = PageLists(num_pages)
         self._can_go = bytearray(num_pages)
@@ -215,6 +247,10 @@ class FirstInFirstOut:
                 self._return(page)
         elif page not in self._lists:
             self._lists.append(page)
+
+    def add_all(self, pages: Sequence[int]) -> None:
+        """Never called: it asks for more than use."""
+        raise AssertionError(f"{len(pages)} pages added without their hits and depths")
 
     def hold(self, page: int) -> None:
         """See EvictionPolicy."""
@@ -255,6 +291,8 @@ class CostAware:
 
     _NUM_LISTS = 64  # more than the spread of classes (33 + 16), so that the wheel never laps itself
 
+    is_by_use_alone = False
+
     def __init__(self, num_pages: int) -> None:
         self._buckets = _Buckets(num_pages, self._NUM_LISTS)
         self._clock = 0
@@ -268,6 +306,10 @@ class CostAware:
         """See EvictionPolicy."""
         worth = depth.bit_length() + (1 + hits).bit_length() - 1
         self._buckets.append(page, (self._clock + min(worth, 48)) % self._NUM_LISTS)
+
+    def add_all(self, pages: Sequence[int]) -> None:
+        """Never called: it asks for more than use."""
+        raise AssertionError(f"{len(pages)} pages added without their hits and depths")
 
     def hold(self, page: int) -> None:
         """See EvictionPolicy."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from worker.pages.events import EventRing, NoEvents
 from worker.pages.eviction import POLICIES
-from worker.pages.fingerprint import Fingerprinter
+from worker.pages.fingerprint import Fingerprinter, QuickMarks
 from worker.pages.pool import PagePool
-from worker.pages.prefix_trie import NoSharing, PrefixIndex, PrefixTrie
+from worker.pages.prefix_trie import TOKEN_BYTES, NoSharing, PrefixIndex, PrefixTrie
 from worker.pages.violation import Violation
 
 
@@ -61,9 +61,9 @@ class PageCache:
         self._index: PrefixIndex = NoSharing()
         if config.sharing:
             remembered = min(8 * config.num_pages, config.max_remembered)
-            self._index = PrefixTrie(
-                config.num_pages, config.page_size, Fingerprinter(config.fingerprint_key), remembered
-            )
+            marks = Fingerprinter(config.fingerprint_key) if config.event_capacity else QuickMarks()
+            self._index = PrefixTrie(config.num_pages, config.page_size, marks, remembered)
+        self._page_bytes = config.page_size * TOKEN_BYTES
         self._pin_counts: dict[int, int] = {}
         self.num_capacity_evictions = 0
         self.num_flush_evictions = 0
@@ -131,8 +131,11 @@ class PageCache:
         for _ in range(num_pages):
             page = policy.pop()
             assert page is not None, f"{num_pages} evictions, {self.pool.num_cached} pages were cached"
-            self._unindex(page, remember=True)
+            if not policy.is_by_use_alone:  # it must hear of a new leaf before it names the next
+                self._unindex(page, remember=True)
             victims.append(page)
+        if victims and policy.is_by_use_alone:
+            self._index.evict(victims)
         self.pool.unseal(victims, owners)
         self.num_capacity_evictions += num_pages
 
@@ -146,6 +149,9 @@ class PageCache:
         self._order(self.pool.release(pages, owner))
 
     def _order(self, pages: Sequence[int]) -> None:
+        if self._policy.is_by_use_alone:
+            self._policy.add_all(pages)
+            return
         add, index, hits = self._policy.add, self._index, self.pool.hits
         for page in pages:
             add(page, hits(page), index.depth(page), not index.has_children(page))
@@ -160,6 +166,15 @@ class PageCache:
         if canonical == page:
             self.pool.seal(page, parent, self._index.fingerprint(page), owner, token_bytes)
         return canonical
+
+    def seal_run(self, pages: Sequence[int], parent: int | None, salt: bytes, raw: bytes, owner: int) -> int:
+        """``seal`` of consecutive pages with these tokens, up to the first that is held already; how many."""
+        marks = self._index.insert_run(pages, parent, salt, raw)
+        if marks:
+            self.pool.seal_run(
+                pages[: len(marks)], parent, marks, owner, raw[: self._page_bytes * len(marks)]
+            )
+        return len(marks)
 
     # Operators.
     def flush(

@@ -27,6 +27,7 @@ from worker.pages.snapshot import Planes
 from worker.pages.violation import Violation
 
 SEALED, PINNED = int(PageFlag.SEALED), int(PageFlag.PINNED)
+TOKEN_BYTES = 4
 FREE, ACTIVE, CACHED, HELD, RESERVED = (int(state) for state in PageState)  # HELD: PageState.PINNED
 _FLAGS = {FREE: 0, CACHED: SEALED, HELD: SEALED | PINNED, RESERVED: 0}  # that go with a state
 
@@ -247,6 +248,28 @@ class PagePool:
         self._hits[page] = 0
         self._change(PageEventKind.SEALED, (page,), (owner,), other=other, tag=fingerprint, tokens=tokens)
 
+    def seal_run(
+        self, pages: Sequence[int], parent: int | None, fingerprints: Sequence[int], owner: int, raw: bytes
+    ) -> None:
+        """``seal`` of consecutive pages; ``raw``: the tokens of all of them."""
+        if self.events.is_kept:
+            size = self.page_size * TOKEN_BYTES
+            for at, (page, mark) in enumerate(zip(pages, fingerprints, strict=True)):
+                self.seal(page, parent, mark, owner, raw[at * size : (at + 1) * size])
+                parent = page
+            return
+        other: int = NO_PAGE if parent is None else parent
+        assert parent is None or self._flags[parent] & SEALED, f"parent {parent} of {pages} is not sealed"
+        for page, mark in zip(pages, fingerprints, strict=True):
+            assert self._states[page] == ACTIVE, f"page {page} sealed in state {self._states[page]}"
+            assert not self._flags[page], f"page {page} sealed with flags {self._flags[page]}"
+            self._flags[page] = SEALED
+            self._parents[page] = other
+            self._fingerprints[page] = mark
+            self._hits[page] = 0
+            other = page
+        self._change(PageEventKind.SEALED, pages, (owner,))
+
     def unseal(self, pages: Sequence[int], owners: Sequence[int]) -> None:
         """``pages`` left the prefix index, each for its owner or, 0, by a flush; FREE if unreferenced."""
         flags, parents, marks, hits = self._flags, self._parents, self._fingerprints, self._hits
@@ -319,7 +342,9 @@ class PagePool:
                 counts[states[page]] -= 1
                 states[page] = state
             counts[state] += len(pages)
-        if len(pages) == 1:
+        if not self.events.is_kept:
+            self.events.skip(len(pages))
+        elif len(pages) == 1:
             page = pages[0]
             self.events.append(kind, page, owners[0], refs[page], other, tag, tokens)
         else:

@@ -7,7 +7,7 @@ Equality is that of token ids; no hash is trusted. A node is one whole page, so 
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,8 +42,19 @@ class PrefixIndex(Protocol):
         """The page that holds this prefix from now on: ``page``, or the one that held it before."""
         ...
 
+    def insert_run(self, pages: Sequence[int], parent: int | None, salt: bytes, raw: bytes) -> list[int]:
+        """``insert`` of consecutive pages, up to the first that is held by another; their fingerprints.
+
+        ``raw``: the tokens of all ``pages``.
+        """
+        ...
+
     def remove(self, page: int, remember: bool) -> int | None:
         """Takes a leaf out; returns its parent if that is a leaf now. ``remember``: as evicted."""
+        ...
+
+    def evict(self, pages: Sequence[int]) -> None:
+        """``remove`` of each in this order, remembered; nobody asks for new leaves."""
         ...
 
     def fingerprint(self, page: int) -> int:
@@ -192,6 +203,49 @@ class PrefixTrie:
         self._evicted.discard(mark)
         return page
 
+    def insert_run(self, pages: Sequence[int], parent: int | None, salt: bytes, raw: bytes) -> list[int]:
+        """See PrefixIndex."""
+        known, keys, prints, depths = self._pages, self._keys, self._prints, self._depths
+        children, size, of_page = self._num_children, self._page_bytes, self._fingerprinter.of_page
+        assert len(raw) == len(pages) * size, f"{len(pages)} pages are not full: {len(raw)} bytes"
+        above: int | bytes = salt if parent is None else parent
+        mark_above = self._parent_print(parent, salt)
+        depth = 0 if parent is None else depths[parent]
+        marks: list[int] = []
+        for at, page in enumerate(pages):
+            token_bytes = raw[at * size : (at + 1) * size]
+            key: Key = (above, token_bytes)
+            if key in known:
+                break
+            assert keys[page] is None, f"page {page} would stand in two nodes: {keys[page]}, {key}"
+            known[key], keys[page] = page, key
+            prints[page] = mark = of_page(mark_above, token_bytes)
+            depth += 1
+            depths[page] = depth
+            if parent is not None:
+                children[parent] += 1
+            self._evicted.discard(mark)
+            marks.append(mark)
+            mark_above = mark.to_bytes(8, "little")
+            above = parent = page
+        return marks
+
+    def evict(self, pages: Sequence[int]) -> None:
+        """See PrefixIndex."""
+        known, keys, prints, depths = self._pages, self._keys, self._prints, self._depths
+        children, remember = self._num_children, self._evicted.add
+        for page in pages:
+            key = keys[page]
+            assert key is not None, f"page {page} is not in the index"
+            assert not children[page], f"page {page} has {children[page]} children"
+            del known[key]
+            keys[page] = None
+            remember(prints[page])
+            prints[page] = depths[page] = 0
+            above = key[0]
+            if not isinstance(above, bytes):
+                children[above] -= 1
+
     def remove(self, page: int, remember: bool) -> int | None:
         """See PrefixIndex."""
         key = self._keys[page]
@@ -282,6 +336,14 @@ class NoSharing:
     def insert(self, page: int, parent: int | None, salt: bytes, token_bytes: bytes) -> int:
         """Never called: the page cache does not seal without an index."""
         raise AssertionError(f"page {page} sealed without a prefix index")
+
+    def insert_run(self, pages: Sequence[int], parent: int | None, salt: bytes, raw: bytes) -> list[int]:
+        """Never called, as insert."""
+        raise AssertionError(f"pages {pages} sealed without a prefix index")
+
+    def evict(self, pages: Sequence[int]) -> None:
+        """Never called: nothing is in it."""
+        raise AssertionError(f"pages {pages} are not in the index")
 
     def remove(self, page: int, remember: bool) -> int | None:
         """Never called: nothing is in it."""

@@ -222,19 +222,29 @@ class Committer:
         """Full, computed and committed pages enter the prefix index, in order."""
         if not sequence.can_seal or not self._has_index:
             return
-        cache, page_size = self._cache, self._page_size
-        pages, tokens = sequence.pages, sequence.tokens
-        for index in range(sequence.num_sealed, sequence.computed // page_size):
-            parent = pages[index - 1] if index else None
+        cache, size, pages = self._cache, self._page_size, sequence.pages
+        first, end = sequence.num_sealed, sequence.computed // size
+        salt = sequence.request.spec.cache_salt
+        while first < end:
+            parent = pages[first - 1] if first else None
             if parent is not None and not cache.pool.is_sealed(parent):
                 sequence.can_seal = False  # a flush took the page before it out of the index
                 return
-            token_bytes = tokens[index * page_size : (index + 1) * page_size].tobytes()
-            page, salt = pages[index], sequence.request.spec.cache_salt
-            kept = cache.seal(page, parent, salt, token_bytes, sequence.owner)
-            if kept != page:
-                self._repoint(sequence, index, kept)
-            sequence.num_sealed = index + 1
+            raw = sequence.tokens[first * size : end * size].tobytes()
+            first += cache.seal_run(pages[first:end], parent, salt, raw, sequence.owner)
+            if first < end:
+                self._exchange(sequence, first, salt)
+                first += 1
+            sequence.num_sealed = first
+
+    def _exchange(self, sequence: Sequence, index: int, salt: bytes) -> None:
+        """The next page of a sequence is held by another, which takes its place."""
+        size, pages = self._page_size, sequence.pages
+        parent = pages[index - 1] if index else None
+        token_bytes = sequence.tokens[index * size : (index + 1) * size].tobytes()
+        kept = self._cache.seal(pages[index], parent, salt, token_bytes, sequence.owner)
+        assert kept != pages[index], f"page {kept} was held a moment ago"
+        self._repoint(sequence, index, kept)
 
     def _repoint(self, sequence: Sequence, index: int, page: int) -> None:
         """The same tokens are cached in another page: the row points there before ours is freed (H1)."""
