@@ -157,14 +157,14 @@ FAULTS = [
     Fault(
         "sealed before it was computed",
         COMMIT,
-        "for index in range(sequence.num_sealed, sequence.computed // page_size):",
-        "for index in range(sequence.num_sealed, min(len(sequence.tokens) // page_size, len(pages))):",
+        "first, end = sequence.num_sealed, sequence.computed // size",
+        "first, end = sequence.num_sealed, min(len(sequence.tokens) // size, len(pages))",
     ),
     Fault(
         "trie ignores the salt",
         TRIE,
-        "key: Key = (salt if parent is None",
-        'key: Key = (b"" if parent is None',
+        "above: int | bytes = salt if parent is None else parent",
+        'above: int | bytes = b"" if parent is None else parent',
     ),
     Fault(
         "trie ignores the salt on both sides",
@@ -205,10 +205,8 @@ FAULTS = [
     Fault(
         "newest use goes first (H4)",
         "worker/pages/eviction.py",
-        "        self._lists.append(page)\n\n    def hold(self, page: int) -> None:\n"
-        '        """See EvictionPolicy."""\n        self._lists.remove(page)',
-        "        self._lists.prepend(page)\n\n    def hold(self, page: int) -> None:\n"
-        '        """See EvictionPolicy."""\n        self._lists.remove(page)',
+        "        self._lists.append_all(pages)",
+        "        for page in pages[::-1]:\n            self._lists.prepend(page)",
     ),
     Fault(
         "partial allocation by the cache",
@@ -311,7 +309,7 @@ FAULTS = [
     Fault(
         "evicted prefixes forgotten at once",
         TRIE,
-        "            self._evicted.add(self._prints[page])",
+        "            remember(prints[page])",
         "            pass",
     ),
     Fault(
