@@ -97,11 +97,23 @@ def add_product(
 
 def choose_launch(num_rows: int, num_outputs: int, width: int, gated: bool) -> FewRowsLaunch:
     """The fastest launch shape of those tried for products of this kind (docs/kernels.md)."""
-    block, tiles, splits = 128, triton.cdiv(num_outputs, 64), 1
-    while splits < 8 and tiles * splits < 64 and width // (2 * splits) >= 256:
+    outputs = 32 if gated and num_outputs <= 8192 else 64
+    tiles, splits = triton.cdiv(num_outputs, outputs), 1
+    block = 64 if num_rows > 16 and num_outputs > 8192 else 128
+    programs = 256 if num_rows <= 16 else 64  # more rows: more to add up
+    while (
+        not gated and tiles <= 64 and splits < 8 and 2 * tiles * splits <= programs and width // splits >= 512
+    ):
         splits *= 2
-    turn_bytes = 2 * block * (max(16, int(triton.next_power_of_2(num_rows))) + (128 if gated else 64))
-    return FewRowsLaunch(block=block, splits=splits, stages=min(5, PIPELINE_BYTES // turn_bytes))
+    padded = max(16, int(triton.next_power_of_2(num_rows)))
+    turn_bytes = 2 * block * (padded + (2 * outputs if gated else outputs))
+    return FewRowsLaunch(
+        outputs=outputs,
+        block=block,
+        splits=splits,
+        stages=min(5, PIPELINE_BYTES // turn_bytes),
+        prefetches=num_outputs * width <= 5_000_000 and not gated,
+    )
 
 
 @cache
@@ -188,7 +200,6 @@ def _row_factors(squares, rows, num_squares, eps, WIDTH, SQUARES: tl.constexpr, 
 @triton.jit
 def _finish(
     acc,
-    up_acc,
     factors,
     kept,
     out,
@@ -202,21 +213,23 @@ def _finish(
     rows,
     row_ok,
     num_outputs,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
     SQUARES: tl.constexpr,
     SQUARES_STRIDE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """What follows the sums acc, up_acc [outputs, rows]."""
+    """What follows the sums: [outputs, rows], or gates and then as many ups, [2 * outputs, rows]."""
     at = rows[None, :] * num_outputs + outputs[:, None]
     mask = output_ok[:, None] & row_ok[None, :]
     if SQUARES:
         acc *= factors[None, :]
     if GATED:
-        if SQUARES:
-            up_acc *= factors[None, :]
-        acc = acc / (1.0 + tl.exp(-acc)) * up_acc
+        halves = tl.permute(tl.reshape(acc, [2, OUTPUTS, ROWS]), (1, 2, 0))
+        gate, up = tl.split(halves)
+        acc = gate / (1.0 + tl.exp(-gate)) * up
     if HAS_BIAS:
         acc += tl.load(bias + outputs, mask=output_ok, other=0.0).to(tl.float32)[:, None]
     if HAS_RESIDUAL:
@@ -268,11 +281,17 @@ def _few_rows_kernel(
         if PREFETCHES:
             prefetch(weight, first, num_outputs, begin, WIDTH, share, OUTPUTS, 32 * WARPS)
             if GATED:
-                end = 2 * num_outputs
-                prefetch(weight, first + num_outputs, end, begin, WIDTH, share, OUTPUTS, 32 * WARPS)
+                ups = 2 * num_outputs
+                prefetch(weight, first + num_outputs, ups, begin, WIDTH, share, OUTPUTS, 32 * WARPS)
         gdc_wait()
     outputs = first + tl.arange(0, OUTPUTS)
     output_ok = outputs < num_outputs
+    # The tile's rows of the weight: those of the outputs, or their gates and behind them their ups.
+    TILE: tl.constexpr = 2 * OUTPUTS if GATED else OUTPUTS
+    taken = tl.arange(0, TILE)
+    of_weight = first + taken % OUTPUTS
+    of_weight_ok = of_weight < num_outputs
+    of_weight += (taken // OUTPUTS) * num_outputs
     rows = tl.arange(0, ROWS)
     row_ok = rows < num_rows
     factors = rows
@@ -282,41 +301,29 @@ def _few_rows_kernel(
     if HAS_RESIDUAL:
         at = rows[None, :] * num_outputs + outputs[:, None]
         kept = tl.load(residual + at, mask=output_ok[:, None] & row_ok[None, :], other=0.0)
-    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    up_acc = acc
+    acc = tl.zeros([TILE, ROWS], tl.float32)
     for start in range(begin, tl.minimum(begin + share, WIDTH), BLOCK):
         k = start + tl.arange(0, BLOCK)
-        w = _weight_tile(weight, outputs, output_ok, k, WIDTH)
+        w = _weight_tile(weight, of_weight, of_weight_ok, k, WIDTH)
         mask = row_ok[:, None] & (k < WIDTH)[None, :]
         value = tl.load(x + rows[:, None] * WIDTH + k[None, :], mask=mask, other=0.0)
         acc = tl.dot(w, tl.trans(value), acc, input_precision="ieee")
-        if GATED:
-            up = _weight_tile(weight, outputs + num_outputs, output_ok, k, WIDTH)
-            up_acc = tl.dot(up, tl.trans(value), up_acc, input_precision="ieee")
     is_last = True
     if SPLITS > 1:
-        size: tl.constexpr = OUTPUTS * ROWS
-        halves: tl.constexpr = 2 if GATED else 1
-        here = tl.arange(0, OUTPUTS)[:, None] * ROWS + rows[None, :]
-        mine = partial + (tile * SPLITS + split) * (halves * size)
-        tl.store(mine + here, acc)
-        if GATED:
-            tl.store(mine + size + here, up_acc)
+        size: tl.constexpr = TILE * ROWS
+        here = tl.arange(0, TILE)[:, None] * ROWS + rows[None, :]
+        tl.store(partial + (tile * SPLITS + split) * size + here, acc)
         # The last program to arrive adds up: the barrier orders this program's stores before the count.
         tl.debug_barrier()
         is_last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1
         if is_last:
             tl.debug_barrier()
             tl.store(arrived + tile, 0)
-            acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
-            up_acc = acc
+            acc = tl.zeros([TILE, ROWS], tl.float32)
             for part in tl.static_range(SPLITS):
-                theirs = partial + (tile * SPLITS + part) * (halves * size)
-                acc += tl.load(theirs + here, cache_modifier=".cg")
-                if GATED:
-                    up_acc += tl.load(theirs + size + here, cache_modifier=".cg")
+                acc += tl.load(partial + (tile * SPLITS + part) * size + here, cache_modifier=".cg")
     if is_last:
         _finish(
-            acc, up_acc, factors, kept, out, residual, gain, bias, squares_out, tile, outputs, output_ok,
-            rows, row_ok, num_outputs, SQUARES, SQUARES_STRIDE, HAS_RESIDUAL, HAS_BIAS, GATED,
+            acc, factors, kept, out, residual, gain, bias, squares_out, tile, outputs, output_ok, rows,
+            row_ok, num_outputs, ROWS, OUTPUTS, SQUARES, SQUARES_STRIDE, HAS_RESIDUAL, HAS_BIAS, GATED,
         )  # fmt: skip

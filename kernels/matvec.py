@@ -82,14 +82,19 @@ def matvec(
 
 def choose_launch(num_outputs: int, width: int, gated: bool) -> MatvecLaunch:
     """The fastest launch shape of those tried for products of this kind (docs/kernels.md)."""
-    padded = int(triton.next_power_of_2(width))
-    if width <= 1024:
-        return MatvecLaunch(outputs=8 if gated else 4, block=padded, warps=8 if gated else 4)
-    if width <= 3072:
-        return MatvecLaunch(outputs=4, block=min(2048, padded), warps=8)
-    if width <= 4096 and (gated or num_outputs > 16384):
-        return MatvecLaunch(outputs=2, block=4096, warps=8)
-    return MatvecLaunch(outputs=8, block=2048, warps=4)
+    if num_outputs > 65_536:
+        outputs, block, warps = 8 if width <= 1024 else 4, 1024, 4
+    elif width <= 1024:
+        outputs, block, warps = (8, 512, 8) if gated else (4, 512, 4)
+    elif width <= 3072:
+        outputs, block, warps = 4, 2048, 8
+    elif gated:
+        outputs, block, warps = 2, 4096, 8
+    elif num_outputs > 4096:
+        outputs, block, warps = 2, 2048, 8
+    else:
+        outputs, block, warps = 8, 512, 8
+    return MatvecLaunch(outputs, min(block, int(triton.next_power_of_2(width))), warps)
 
 
 @triton.jit

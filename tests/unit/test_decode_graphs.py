@@ -17,7 +17,7 @@ from worker.execution.cuda_graphs import DecodeGraphs, DecodeTables
 from worker.execution.kv_pool import KvPool
 from worker.execution.page_table import PageTable
 from worker.execution.token_pool import TokenPool
-from worker.model.fused import FusedModel
+from worker.model.fused import FusedModel, OwnRows
 from worker.model.toy import toy_config, toy_model
 
 CPU = torch.device("cpu")
@@ -60,7 +60,9 @@ def setting() -> Setting:
     tables = DecodeTables(table.slots, tokens.ids, pool.layers, columns, dummy_row=ROWS)
     backend = TritonBackend(*heads, CONTEXT)
     scale = CONFIG.attention_scale
-    graphs = DecodeGraphs(FusedModel(MODEL, few_rows=4), backend, tables, max_batch=ROWS, scale=scale)
+    graphs = DecodeGraphs(
+        FusedModel(MODEL, own_rows=OwnRows(4, 0, 0)), backend, tables, max_batch=ROWS, scale=scale
+    )
     return Setting(table, tokens, pool, graphs)
 
 

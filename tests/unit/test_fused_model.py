@@ -13,18 +13,26 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 from kernels import reference
 from kernels.batch import KvLayer
 from kernels.decode_inputs import decode_inputs
-from worker.model.fused import FusedModel
+from worker.model.fused import FusedModel, OwnRows
 from worker.model.toy import toy_config, toy_model
 
 
-@pytest.mark.parametrize(("num_tokens", "is_decode"), [(4, False), (1, True), (3, True)])
+@pytest.mark.parametrize(
+    ("num_tokens", "is_decode", "own_rows"),
+    [
+        (4, False, OwnRows(3, 0, 0)),  # the library
+        (3, True, OwnRows(0, 3, 0)),  # the library, but for the activation and the head
+        (1, True, OwnRows(3, 0, 0)),
+        (3, True, OwnRows(3, 0, 0)),
+    ],
+)
 @pytest.mark.parametrize("changes", [{}, {"has_qk_norm": True, "has_qkv_bias": True}])
 def test_the_fused_network_computes_what_the_plain_one_does(
-    num_tokens: int, is_decode: bool, changes: dict[str, bool]
+    num_tokens: int, is_decode: bool, own_rows: OwnRows, changes: dict[str, bool]
 ):
     config = toy_config(**changes)
     model = toy_model(config)
-    fused = FusedModel(model, few_rows=3)
+    fused = FusedModel(model, own_rows=own_rows)
     ids = torch.randint(0, config.vocab_size, (num_tokens,), dtype=torch.int32)
     positions = torch.arange(num_tokens, dtype=torch.int32)
     slots = torch.randperm(num_tokens + 4)[:num_tokens].int()
@@ -61,3 +69,12 @@ def test_decode_inputs_reads_the_last_token_of_each_row():
     assert slots.tolist() == [int(table[2, 6]), int(table[0, 31]), 999, 999]
     expected = embedding[[int(token_ids[2, 6]), int(token_ids[0, 31]), 0, 0]]
     torch.testing.assert_close(hidden, expected, rtol=0, atol=0)
+
+
+def test_our_own_products_take_dense_weights_of_two_bytes_as_far_as_measured():
+    config = toy_config()
+    small = toy_model(config, dtype=torch.bfloat16)
+    assert OwnRows.of(small) == OwnRows(chain=64, gated=64, dependent=64)
+    assert OwnRows.of(toy_model(config)) == OwnRows(chain=1, gated=0, dependent=0)
+    small.head = lambda x: x  # some other implementation
+    assert OwnRows.of(small) == OwnRows(chain=0, gated=0, dependent=0)

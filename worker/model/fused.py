@@ -3,11 +3,12 @@
 Owns no parameters: it reads those of a loaded Model. Three ways through a layer: the library's products with
 fused kernels between them, for any number of tokens; and for decode steps of few rows, whose products are
 limited by the bytes of the weights, kernels of our own with all that stands around a product folded in: one
-for a single row, one for up to `FEW_ROWS`.
+for a single row, one for a few. `OwnRows` says how far each goes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,37 +24,58 @@ from worker.model.llama import DecoderLayer, Model
 from worker.model.quantized import FEW_ROWS as FEW_FP8_ROWS
 from worker.model.quantized import Fp8Linear
 
-FEW_ROWS = 64
-"""Rows of a decode step up to which our own products beat the library's (docs/kernels.md)."""
-
 AttendStored = Callable[[KvLayer, Tensor], Tensor]
 """(K and V of a layer, this step's already in it; q [T, num_heads, head_dim]) → [T, num_heads, head_dim]."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """Rows up to which our own products beat the library's; figures in docs/kernels.md."""
+
+    chain: int  # a whole decode step
+    gated: int  # the product with the activation in it, and the head, beside the library's others
+    dependent: int  # rows of a step whose kernels may begin before the last one has ended
+
+    @classmethod
+    def of(cls, model: Model) -> "OwnRows":
+        """As measured for small and for large layers. The tensor cores' tiles are made for two bytes."""
+        dependent = FEW_FP8_ROWS if _is_fp8(model) else 0
+        if not _is_dense(model):
+            return cls(0, 0, dependent)
+        if _dense(model.embedding).element_size() != 2:
+            return cls(1, 0, 0)
+        layer = model.layers[0]
+        parts = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        is_large = sum(_linear(part).weight.nbytes for part in parts) > LARGE_LAYER_BYTES
+        return cls(16, 64, 0) if is_large else cls(64, 64, 64)
+
+
+LARGE_LAYER_BYTES = 128 << 20
+"""Measured at 31 MB (Qwen3-0.6B) and 436 MB (Llama-3.1-8B). In large layers the library streams weights as
+fast from 17 rows on, and kernels that begin early take bandwidth from the one before them."""
 
 
 class FusedModel:
     """A Model's parameters, run through fused kernels."""
 
-    def __init__(self, model: Model, *, few_rows: int | None = None) -> None:
+    def __init__(self, model: Model, *, own_rows: OwnRows | None = None) -> None:
         self.config = model.config
         self.embedding = _dense(model.embedding)
         self._layers = model.layers
         self._depth = len(model.layers)
         self._norm = model.norm
         self._head = model.head
-        if few_rows is None:  # the tensor cores' tiles are made for two bytes
-            few_rows = FEW_ROWS if self.embedding.element_size() == 2 else 1
-        self._few_rows = few_rows if _is_dense(model) else 0
-        self._chained_rows = max(self._few_rows, FEW_FP8_ROWS if _is_fp8(model) else 0)
+        self._own_rows = own_rows or OwnRows.of(model)
         table = model.rotary
         self._cos_sin = torch.cat([table.cos, table.sin], dim=1).contiguous()  # fp32 [positions, head_dim]
 
     def is_own(self, num_rows: int) -> bool:
         """Whether a decode step of so many rows runs without the library."""
-        return num_rows <= self._few_rows
+        return num_rows <= self._own_rows.chain
 
     def is_chain(self, num_rows: int) -> bool:
-        """Whether all kernels of its layers are ours: where dependent launches pay."""
-        return num_rows <= self._chained_rows
+        """Whether its kernels are all ours and gain by beginning early: dependent launches."""
+        return num_rows <= self._own_rows.dependent
 
     def decode(
         self, residual: Tensor, positions: Tensor, slots: Tensor, kv: Sequence[KvLayer], attend: AttendStored
@@ -83,15 +105,18 @@ class FusedModel:
                 normed = add_rms_norm(pending, residual, layer.attention_norm, eps)
             attended = self._attend(layer, layer.qkv(normed), positions, slots, layer_kv, attend)
             normed = add_rms_norm(layer.output(attended), residual, layer.mlp_norm, eps)
-            pending = layer.down(silu_mul(layer.gate_up(normed)))
+            pending = layer.down(self._activation(normed, layer))
         if pending is not None:
             residual += pending
         return residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Last norm and head: [n, vocab_size], dtype of the weights. hidden is of `forward`."""
-        normed = rms_norm(hidden, self._norm, self.config.rms_norm_eps)
-        return self._head(normed)[:, : self.config.vocab_size]
+        normed, vocab = rms_norm(hidden, self._norm, self.config.rms_norm_eps), self.config.vocab_size
+        if 0 < hidden.shape[0] <= self._own_rows.gated:
+            head = _linear(self._head)
+            return product(normed, head.weight[:vocab], bias=head.bias)
+        return self._head(normed)[:, :vocab]
 
     @contextmanager
     def shallow(self) -> Iterator[None]:
@@ -135,6 +160,11 @@ class FusedModel:
             normed = add_product(active, down.weight, residual, next_gain, bias=down.bias)
         head = _linear(self._head)
         return product(normed, head.weight[: self.config.vocab_size], eps=eps, bias=head.bias)
+
+    def _activation(self, normed: Tensor, layer: DecoderLayer) -> Tensor:
+        if 0 < normed.shape[0] <= self._own_rows.gated:
+            return product(normed, _linear(layer.gate_up).weight, gated=True)
+        return silu_mul(layer.gate_up(normed))
 
     def _attend(
         self,
