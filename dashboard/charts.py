@@ -22,10 +22,10 @@ MAX_POINTS = 150
 
 
 def rates(figures: NDArray[np.uint32], times_ms: NDArray[np.float64], name: str) -> NDArray[np.float64]:
-    """Per second from column to column; a counter that fell means a new epoch, never a negative rate."""
+    """Per second from column to column. A counter that fell began anew at 0: never a negative rate."""
     values = figures[:, FIGURES.index(name)].astype(np.int64)
-    steps = np.diff(values) % 2**32
-    steps[steps > 2**31] = 0
+    steps = np.diff(values)
+    steps = np.where(steps < 0, values[1:], steps)
     return steps / np.maximum(np.diff(times_ms) / 1000.0, 1e-3)
 
 

@@ -243,11 +243,12 @@ def test_columns_are_bounded_and_a_restart_is_a_cut() -> None:
     assert gram.columns(7)[1].tolist() == [7000.0]
 
 
-def test_a_counter_that_falls_is_no_negative_rate() -> None:
+def test_a_counter_that_fell_began_anew_and_no_rate_is_negative() -> None:
+    """B120: a worker that starts again counts from 0."""
     figures = np.zeros((4, len(FIGURES)), np.uint32)
-    figures[:, FIGURES.index("allocated")] = (100, 300, 5, 25)
+    figures[:, FIGURES.index("allocated")] = (100, 150, 3, 20)
     rates = charts.rates(figures, np.array([0.0, 1000.0, 2000.0, 4000.0]), "allocated")
-    assert rates.tolist() == [200.0, 0.0, 10.0]
+    assert rates.tolist() == [50.0, 3.0, 8.5]
 
 
 # charts

@@ -1,5 +1,7 @@
 """Each view, run without a browser on a pool that stands still: figures, tables, every state of failure."""
 
+import json
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -82,8 +84,6 @@ def texts_of(app: AppTest) -> str:
 
 def drawn(app: AppTest) -> dict[str, Any]:
     """What the browser is told, by module."""
-    import json
-
     told = {}
     for each in app.get("bidi_component"):
         data = json.loads(each.proto.json)
@@ -317,3 +317,39 @@ def test_a_link_cannot_put_its_words_on_the_page(pages: LivePages) -> None:
     assert "evil.example" not in texts_of(app)
     assert drawn(app)["page_map.js"]["worker"] == "demo-0"
     assert drawn(app)["page_map.js"]["at"] is None
+
+
+def test_sessions_and_reruns_share_one_subscriber_and_leave_no_thread(
+    source: DemoSource, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B119, B112: however many people look, and however often their scripts run."""
+    watches: list[str] = []
+    watch = source.watch
+
+    def counting(worker_id: str, resume_after: Any) -> Any:
+        watches.append(worker_id)
+        return watch(worker_id, resume_after)
+
+    monkeypatch.setattr(source, "watch", counting)
+    source._ended.clear()
+    pages = install(source)
+    pages.start()
+    try:
+        wait_until(lambda: (one := pages.follower("")) is not None and one.live_map.is_whole)
+        run("page_map")
+        ours = {thread.name for thread in threading.enumerate() if thread.name.startswith("pages-")}
+        before = threading.active_count()
+        for _ in range(8):
+            run("requests")
+        one = run("page_map")
+        for _ in range(30):
+            one.run()
+        assert threading.active_count() <= before
+        assert {t.name for t in threading.enumerate() if t.name.startswith("pages-")} == ours
+        assert watches == ["demo-0"]
+        follower = pages.follower("")
+        assert follower is not None
+        assert len(follower.live_map.spectrogram.columns(0)[1]) <= 600
+    finally:
+        process.shut_down()
+    wait_until(lambda: not any(t.name.startswith("pages-") for t in threading.enumerate()))
