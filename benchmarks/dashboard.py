@@ -30,6 +30,7 @@ from dashboard.testing import FeedServer
 ROOT = Path(__file__).parents[1]
 WARM_UP_SECONDS = 8.0
 READY_SECONDS = 120.0
+PATIENCE_MS = 180_000
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--enable-precise-memory-info"]
 WATCH = """() => {
   window.kv = { frames: 0, longest: 0, longTasks: 0 };
@@ -77,10 +78,11 @@ def cpu_share(process: psutil.Process, seconds: float, page: Page | None = None)
 
 def open_map(page: Page, url: str, count: int) -> float:
     """Seconds from opening the page to the first whole map."""
+    page.set_default_timeout(PATIENCE_MS)
     start = time.monotonic()
     page.goto(url)
     node = page.locator(".kvatlas").first
-    node.wait_for(timeout=120_000)
+    node.wait_for()
     while sum(map(int, (node.get_attribute("data-counts") or "0").split(","))) != count:
         page.wait_for_timeout(10)
     return time.monotonic() - start
@@ -142,12 +144,12 @@ def _drain(socket: Any, ended: threading.Event) -> None:
 def soak(browser: Any, url: str, process: psutil.Process, seconds: float) -> dict[str, Any]:
     """Memory each minute while tabs come and go; the slope over the second half."""
     page = browser.new_page()
-    page.goto(url)
+    page.goto(url, timeout=PATIENCE_MS)
     samples: list[tuple[float, float, int]] = []
     start = time.monotonic()
     while (now := time.monotonic() - start) < seconds:
         guest = browser.new_page()
-        guest.goto(url)
+        guest.goto(url, timeout=PATIENCE_MS)
         guest.wait_for_timeout(5_000)
         guest.close()
         page.wait_for_timeout(min(55.0, max(1.0, seconds / 60)) * 1000)
