@@ -56,6 +56,7 @@ class Fault:
 PLANNING, BUILDER, COMMIT, BOOKS = (
     f"worker/scheduling/{name}.py" for name in ("planning", "step_builder", "commit", "books")
 )
+SHARING = "worker/pages/sharing.py"
 POOL, TRIE, CACHE = (f"worker/pages/{name}.py" for name in ("pool", "prefix_trie", "page_cache"))
 ADMISSION, PREEMPTION = "worker/scheduling/admission.py", "worker/scheduling/preemption.py"
 
@@ -329,6 +330,36 @@ FAULTS = [
         "worker/scheduling/scheduler.py",
         "if request is None or (kind == TimerKind.QUEUE and request.admit_time is not None):",
         "if request is None:",
+    ),
+    Fault(
+        "bills: a page's time is not divided when one more shares it",
+        SHARING,
+        "constants[page] -= now / (count * (count - 1))",
+        "constants[page] -= 0.0",
+    ),
+    Fault(
+        "bills: a page that stays shared is divided as before",
+        SHARING,
+        "constants[page] += self.now / (count * (count + 1))",
+        "constants[page] += 0.0",
+    ),
+    Fault(
+        "bills: pages of a running sequence are free of charge",
+        BUILDER,
+        "sequence.request.account.took(1, now)",
+        "now = now",
+    ),
+    Fault(
+        "bills: a page to copy from is paid for ever",
+        BUILDER,
+        "books.discharge(sequence.request, [source])",
+        "sequence.request.gave([source])",
+    ),
+    Fault(
+        "observers are not told of an exchanged page",
+        COMMIT,
+        "books.mark_pages(sequence, index, [page])",
+        "pass",
     ),
 ]
 

@@ -17,6 +17,7 @@ from worker.stats import StepStats
 
 OBSERVE_SECONDS = 0.1
 IDLE_OBSERVE_SECONDS = 1.0  # an idle worker still accrues idle time
+KEPT_STEPS = 65_536  # for an observer that is late; a minute of 1 ms steps
 
 
 class Watch:
@@ -42,6 +43,7 @@ class Watch:
         self.audit = LiveAudit(scheduler, runner, interval_seconds=audit_interval, clock=clock)
         self._rounds: list[AuditRound] = []  # not handed over yet
         self._steps: list[StepStats] = []
+        self._bills: list[float] = []
         self._idle_seconds = 0.0
         self._next_time = 0.0
         self._observed = 0  # page event up to which the observer was told
@@ -85,6 +87,7 @@ class Watch:
         changes, progress = self._scheduler.take_changes(), self._scheduler.progress()
         wants_snapshot, self.wants_snapshot = self.wants_snapshot, False
         counts = self._scheduler.counts()
+        self._bills += changes.bills
         observation = Observation(
             revision=self._ring.number,
             time_us=max(0, int((now - self._scheduler.config.start_time) * 1e6)),
@@ -99,13 +102,15 @@ class Watch:
             rows_used=counts.running_sequences,
             idle_seconds=self._idle_seconds,
             steps=self._steps,
-            bills=changes.bills,
+            bills=self._bills,
             audits=self._rounds,
             snapshot=self._scheduler.snapshot() if wants_snapshot else None,
         )
-        self._steps, self._rounds = [], []
-        if not self._observations.put(observation):
-            self.wants_snapshot = True  # what was in it is lost to the observer
+        if self._observations.put(observation):
+            self._steps, self._bills, self._rounds = [], [], []
+        else:
+            self.wants_snapshot = True  # what happened to sequences is lost to the observer; counts are not
+            del self._steps[:-KEPT_STEPS], self._bills[:-KEPT_STEPS], self._rounds[:-KEPT_STEPS]
         self.has_news = False
         self._observed = observation.revision
         self._next_time = now + OBSERVE_SECONDS

@@ -3,11 +3,15 @@
 Knows no torch: a runner that has a GPU hands in the function that reads it.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 
+from worker.log import log_event
 from worker.readers.metric_table import MEMORY_KINDS
 
 READ_SECONDS = 5.0
+
+logger = logging.getLogger("worker.memory")
 
 
 class MemoryMeter:
@@ -27,5 +31,9 @@ class MemoryMeter:
         if self._read is None or now < self._next:
             return
         self._next = now + READ_SECONDS
-        found = self._read()
+        try:
+            found = self._read()
+        except Exception as error:  # a number that is missing ends no worker; who uses the device will tell
+            log_event(logger, logging.WARNING, "memory_unknown", why=repr(error))
+            return
         self.bytes_by_kind = {kind: max(0, found.get(kind, 0)) for kind in MEMORY_KINDS}
