@@ -20,6 +20,7 @@ PLANTS = {
     "no-torch": ("service/mailbox.py", "import torch"),
     "worker-grpc": ("worker/stats.py", "import grpc"),
     "dashboard-service": ("dashboard/__init__.py", "import zmq"),
+    "dashboard-grpc": ("dashboard/viewer.py", "import grpc"),
     "plain-control-plane": ("worker/pages/events.py", "import numpy"),
     "readers": ("worker/readers/__init__.py", "import worker.pages.pool"),
     "worker-layers": ("worker/pages/__init__.py", "import worker.scheduling.step"),
