@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from worker.pages.events import HIT_TAG, EventColumns, PageEventKind
+from worker.pages.events import HIT_TAG, EventColumns, PageEventKind, PageState
 from worker.pages.page_cache import CacheConfig, PageCache
+from worker.pages.snapshot import Planes, PoolSnapshot
 from worker.readers.event_arrays import EventArrays
 from worker.readers.ledger import Ledger
 from worker.readers.metric_table import AGE_SECONDS, BANDS, CAPACITIES, USES
@@ -198,6 +199,54 @@ def test_a_fold_by_batches_measures_what_a_fold_event_by_event_does(seed: int) -
         plain.run_to(traffic.time_us)
         assert meters.pressure_seconds() == pytest.approx(plain.seconds)
         assert sum(meters.pressure_seconds().values()) == pytest.approx(traffic.time_us / 1e6)
+    for key, (counts, _) in meters.frozen().items():
+        expected = [plain.found[NAMES[key], number] for number in range(len(counts))]
+        assert list(counts) == expected, key
+
+
+def test_after_a_loss_it_goes_on_from_the_pool_as_it_is() -> None:
+    """The lost events are not measured; those after them are, as by a fold that begins there."""
+    traffic = Traffic(3)
+    ledger, meters, plain = Ledger(NUM_PAGES, PAGE_SIZE), PoolMeters(NUM_PAGES, WATERMARK), PlainFold()
+    ring, pool = traffic.cache.events, traffic.cache.pool
+    for _ in range(150):
+        traffic.turn()
+    planes = pool.planes()
+    snapshot = PoolSnapshot(
+        number=ring.number,
+        step=1,
+        time_us=traffic.time_us,
+        page_size=PAGE_SIZE,
+        counts=pool.counts_by_state(),
+        sequences=(),
+        **{name: getattr(planes, name) for name in Planes.__slots__},
+    )
+    meters.run_to(traffic.time_us)
+    ledger.restore(snapshot)
+    meters.restart(ledger)
+    for page in range(NUM_PAGES):
+        state = PageState(planes.states[page]).name.lower()
+        plain.pages[page] = Page(
+            planes.born_ms[page],
+            planes.used_ms[page],
+            planes.hit_counts[page],
+            planes.fingerprints[page],
+            planes.ref_counts[page],
+            pool.is_pinned(page),
+            state=state,
+        )
+    plain.time_us = traffic.time_us
+    for _ in range(300):
+        traffic.turn()
+    events = ring.read(ledger.revision)
+    assert events is not None
+    plain.fold(events)
+    meters.fold(ledger, EventArrays(events))
+    plain.run_to(traffic.time_us)
+    meters.run_to(traffic.time_us)
+    found = meters.pressure_seconds()
+    assert sum(found.values()) == pytest.approx(traffic.time_us / 1e6)
+    assert [found[band] for band in BANDS[1:]] == pytest.approx([plain.seconds[band] for band in BANDS[1:]])
     for key, (counts, _) in meters.frozen().items():
         expected = [plain.found[NAMES[key], number] for number in range(len(counts))]
         assert list(counts) == expected, key

@@ -48,6 +48,10 @@ class PageLives:
         at = leaves | (kinds == Kind.ALLOCATED)
         self._was_evicted[events.pages[at]] = leaves[at]
 
+    def restart(self) -> None:
+        """Events were lost, and with them which pages were evicted; at a snapshot none waits to be freed."""
+        self._was_evicted[:] = False
+
     def _fold_ends(self, turned: "_Turned", hits: Bools) -> None:
         events = turned.events
         dropped = turned.kinds == Kind.EVICTED

@@ -34,6 +34,7 @@ class PoolMeters:
 
     def restart(self, ledger: Ledger) -> None:
         """Events were lost; the ledger has been built anew."""
+        self._lives.restart()
         self._pressure.restart(ledger)
 
     def pressure_seconds(self) -> dict[str, float]:
