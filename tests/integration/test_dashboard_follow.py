@@ -164,3 +164,33 @@ def test_the_copy_equals_the_service_after_real_requests(
             assert "".join(tokens.pieces) == tokens.text
     finally:
         pages.stop()
+
+
+def test_a_leak_that_the_audit_finds_is_on_the_screen(
+    start_server: Callable[..., Any], wait_until: Callable[..., None]
+) -> None:
+    server = start_server(
+        "--runner",
+        "fake",
+        "--model",
+        "random:tiny",
+        "--num-pages",
+        "63",
+        "--set-worker",
+        "debug_faults=page_leak",
+    )
+    pages = LivePages(ServiceSource(server.address)).start()
+    try:
+        wait_until(lambda: (one := pages.follower("")) is not None and one.status.kind == "live")
+        with Client(server.address) as client:
+            for number in range(8):
+                client.generate([1 + number, *range(2, 60)], max_tokens=8, ignore_eos=True)
+        wait_until(lambda: the(pages).live_map.violations, "a violation with the feed", 30)
+        facts = pages.source.integrity("")
+        failed = {check.name for check in facts.checks if check.fail_count}
+        assert failed
+        told = the(pages).live_map.violations[-1]
+        assert told.check in failed
+        assert told.expected != told.found
+    finally:
+        pages.stop()
