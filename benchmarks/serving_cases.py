@@ -8,9 +8,11 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -31,30 +33,36 @@ Answer = dict[str, Any]
 class Clients:
     """Client processes; requests of a case are dealt out among them."""
 
-    def __init__(self, stack: Stack, processes: "list[subprocess.Popen[str]]") -> None:
+    def __init__(self, stack: Stack, processes: "list[subprocess.Popen[str]]", folder: Path) -> None:
         self._stack = stack
         self._processes = processes
+        self._folder = folder
 
     def send(self, requests: list[Request]) -> list[Answer]:
         """Sends all, each at its time; answers in the order of the requests."""
+        count = len(self._processes)
         start = time.monotonic() + LEAD_SECONDS + 0.002 * len(requests)
-        dealt: list[list[Request]] = [
-            requests[n :: len(self._processes)] for n in range(len(self._processes))
-        ]
-        for number, (process, part) in enumerate(zip(self._processes, dealt, strict=True)):
+        for number, process in enumerate(self._processes):
             first = number % len(self._stack.addresses)
-            addresses = self._stack.addresses[first:] + self._stack.addresses[:first]
+            order = {
+                "addresses": self._stack.addresses[first:] + self._stack.addresses[:first],
+                "start": start,
+                "requests": requests[number::count],
+            }
+            self._file(number).write_text(json.dumps(order))
             assert process.stdin is not None
-            process.stdin.write(json.dumps({"addresses": addresses, "start": start, "requests": part}) + "\n")
+            process.stdin.write(f"{self._file(number)}\n")
             process.stdin.flush()
         answers: list[Answer] = [{}] * len(requests)
         for number, process in enumerate(self._processes):
             assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                raise SystemExit("a client process died")
-            answers[number :: len(self._processes)] = json.loads(line)
+            if not process.stdout.readline():
+                raise SystemExit("a client process died: its errors are above")
+            answers[number::count] = json.loads(self._file(number).with_suffix(".answer").read_text())
         return answers
+
+    def _file(self, number: int) -> Path:
+        return self._folder / f"client-{number}.order"
 
 
 def requests_of(workload: Workload, at: float = 0.0, first_seed: int = 0) -> list[Request]:
@@ -74,12 +82,12 @@ def client_processes(stack: Stack, count: int) -> Iterator[Clients]:
         for _ in range(count)
     ]
     try:
-        yield Clients(stack, processes)
+        with tempfile.TemporaryDirectory(prefix="kvatlas-clients-") as folder:
+            yield Clients(stack, processes, Path(folder))
     finally:
         for process in processes:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(timeout=20)
+            process.kill()
+            process.wait()
 
 
 # Figures.

@@ -101,7 +101,9 @@ def _process(
 
 
 def _wait_until_serving(address: str, processes: "list[subprocess.Popen[bytes]]", deadline: float) -> None:
-    with grpc.insecure_channel(address) as channel:
+    # Without waits between attempts that would look like a slow start.
+    options = [(f"grpc.{name}_reconnect_backoff_ms", 50) for name in ("initial", "min", "max")]
+    with grpc.insecure_channel(address, options=options) as channel:
         stub = server_pb2_grpc.ServerServiceStub(channel)
         while True:
             with contextlib.suppress(grpc.RpcError):

@@ -102,10 +102,8 @@ class GpuEngine:
     ) -> Outcome:
         """Answers all of them at once. The first `held_pages` pages of the pool are somebody else's."""
         scheduler = Scheduler(self._scheduling)
-        while held_pages:
-            some = min(held_pages, 10_000)
-            assert scheduler.cache.pool.allocate(array("H", [0]) * some) is not None, "too few pages to hold"
-            held_pages -= some
+        held = scheduler.cache.pool.allocate(array("H", [0]) * held_pages)
+        assert held is not None, "too few pages to hold"
         for number, (prompt, params) in enumerate(requests):
             spec = RequestSpec(SequenceId(number + 1), array("I", prompt), params)
             added = scheduler.add(spec, time.monotonic())
@@ -113,6 +111,9 @@ class GpuEngine:
         outcome = Outcome([[] for _ in requests], [[] for _ in requests])
         self._drive(scheduler, outcome, keep=1 if overlap else 0)
         outcome.preemptions = scheduler.counts().preemptions_total
+        scheduler.cache.pool.release(held, 0)
+        violations = scheduler.check()
+        assert not violations, "\n".join(map(str, violations))
         return outcome
 
     def close(self) -> None:
@@ -137,8 +138,6 @@ class GpuEngine:
                 scheduler.commit(oldest, result, time.monotonic())
             _collect(scheduler, outcome)
             assert time.monotonic() < limit, "the answers do not end"
-        violations = scheduler.check()
-        assert not violations, "\n".join(map(str, violations))
 
 
 def _attention(name: str, config: RunnerConfig, num_heads: int) -> Any:
