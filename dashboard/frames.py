@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 VERSION = 1
 SNAPSHOT, DELTA, LISTS = 1, 2, 3
-DEFLATED, WIDE_FILL, PAST = 1, 2, 4
+DEFLATED, WIDE_FILL, PAST, ALL_LISTS = 1, 2, 4, 8
 HEADER = struct.Struct("<BBHIQd")
 PAGES_PER_PART = 65_536
 SEALED_BIT, PINNED_BIT, USED_BIT = 8, 16, 32
@@ -76,11 +76,17 @@ def snapshot_parts(
 
 
 def lists(
-    revision: int, clock_ms: float, owners: Sequence[int], page_lists: Sequence[NDArray[np.uint32]]
+    revision: int,
+    clock_ms: float,
+    owners: Sequence[int],
+    page_lists: Sequence[NDArray[np.uint32]],
+    *,
+    is_all: bool = False,
 ) -> bytes:
-    """Pages of changed sequences in token order; an empty list ends a sequence."""
+    """Pages of changed sequences in token order; an empty list ends one. `is_all`: there are no others."""
     start = np.zeros(len(owners) + 1, "<u4")
     np.cumsum([len(pages) for pages in page_lists], out=start[1:])
     pages = np.concatenate([*page_lists, np.empty(0, np.uint32)]).astype("<u4")
-    header = HEADER.pack(LISTS, VERSION, 0, len(owners), revision, clock_ms)
+    flags = ALL_LISTS if is_all else 0
+    header = HEADER.pack(LISTS, VERSION, flags, len(owners), revision, clock_ms)
     return header + start.tobytes() + pages.tobytes() + np.array(owners, "<u2").tobytes()

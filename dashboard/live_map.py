@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from kvatlas.v1 import cache_pb2 as pb
 
 NO_PAGE = 0xFFFFFFFF
 MAX_VIOLATIONS = 100
+MAX_LIST_CHANGES = 8192
 RECENT_MESSAGES = 64  # whose page ids are kept, so that fast viewers cost no scan of the pool
 _STAT_NAMES = tuple(field.name for field in pb.PoolStats.DESCRIPTOR.fields)
 
@@ -91,7 +93,10 @@ class LiveMap:
         self._load = (0, 0)  # running sequences, waiting requests
         self._changed_at = np.zeros(0, np.int64)
         self._used_at = np.zeros(0, np.int64)
-        self._lists_at: dict[int, int] = {}  # by owner: revision at which its page list changed
+        # By owner: revision at which its page list changed; the newest last. Older changes than `_lists_floor`
+        # are forgotten: who has seen less gets all lists.
+        self._lists_at: dict[int, int] = {}
+        self._lists_floor = 0
         self._recent: deque[tuple[int, NDArray[np.uint32]]] = deque(maxlen=RECENT_MESSAGES)
         self._unwritten: list[NDArray[np.uint32]] = []  # changed since the last entry of the history
         self._epoch = 0
@@ -147,8 +152,7 @@ class LiveMap:
         self.snapshot_revision = self.revision
         self._changed_at = np.full(count, self.revision, np.int64)
         self._used_at = np.zeros(count, np.int64)
-        owners = self._lists_at.keys() | self.page_map.sequences.keys()
-        self._lists_at = dict.fromkeys(owners, self.revision)
+        self._lists_at, self._lists_floor = {}, self.revision
         self._recent.clear()
         self._unwritten.clear()
         self.spectrogram.resize(count, is_restart=is_restart)
@@ -162,10 +166,10 @@ class LiveMap:
     ) -> None:
         """What a delta changed."""
         for owner in np.frombuffer(delta.ended_owners, "<u2").tolist():
-            self._lists_at[owner] = self.revision
+            self._note_list(owner)
         for info in delta.sequences:
             if info.owner:
-                self._lists_at[info.owner] = self.revision
+                self._note_list(info.owner)
         if before is None:
             return
         self._changed_at[page_ids] = self.revision
@@ -175,6 +179,13 @@ class LiveMap:
         self._unwritten.append(page_ids)
         self.spectrogram.count(page_ids)
         self._follow_ghosts(page_ids, before)
+
+    def _note_list(self, owner: int) -> None:
+        self._lists_at.pop(owner, None)
+        self._lists_at[owner] = self.revision
+        if len(self._lists_at) > MAX_LIST_CHANGES:
+            oldest = next(iter(self._lists_at))
+            self._lists_floor = self._lists_at.pop(oldest)
 
     def _follow_ghosts(self, page_ids: NDArray[np.uint32], before: Mapping[str, NDArray[np.generic]]) -> None:
         was = before["fingerprints"]
@@ -303,13 +314,21 @@ class LiveMap:
             columns.states[self._used_at[page_ids] > seen] |= USED_BIT
             return Change(self.revision, self.clock_ms, page_ids, columns)
 
-    def lists_since(self, seen: int) -> tuple[list[int], list[NDArray[np.uint32]]]:
-        """Owners whose page lists changed after revision `seen`, with the lists; empty: it ended."""
+    def lists_since(self, seen: int) -> tuple[bool, list[int], list[NDArray[np.uint32]]]:
+        """Owners whose page lists changed after revision `seen`, with the lists; empty: it ended.
+
+        The first value: these are all lists, others are to be forgotten.
+        """
         with self.lock:
-            owners = sorted(owner for owner, at in self._lists_at.items() if at > seen)
             held = self.page_map.sequences
+            is_all = seen < self._lists_floor
+            if is_all:
+                owners = sorted(held)
+            else:
+                changed = takewhile(lambda item: item[1] > seen, reversed(self._lists_at.items()))
+                owners = sorted(owner for owner, _ in changed)
             empty = np.empty(0, np.uint32)
-            return owners, [held[owner].page_ids if owner in held else empty for owner in owners]
+            return is_all, owners, [held[owner].page_ids if owner in held else empty for owner in owners]
 
     def past(self, clock_ms: float) -> Past | None:
         """The map at a past moment. Takes milliseconds of work: not for an event loop."""

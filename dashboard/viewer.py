@@ -102,10 +102,11 @@ class Viewer:
                 change.revision, change.clock_ms, change.page_ids, change.columns, is_wide=live.is_wide
             )
         if self._wants_lists:
-            owners, page_lists = live.lists_since(self._seen_lists)
-            self._seen_lists = live.revision
-            if owners:
-                yield frames.lists(self._seen, live.clock_ms, owners, page_lists)
+            with live.lock:
+                is_all, owners, page_lists = live.lists_since(self._seen_lists)
+                self._seen_lists = live.revision
+            if owners or is_all:
+                yield frames.lists(self._seen, live.clock_ms, owners, page_lists, is_all=is_all)
 
     async def _past(self, live: LiveMap, past_ms: float) -> AsyncIterator[Frame]:
         """The map at a moment, once for each moment that is asked for."""

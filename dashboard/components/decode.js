@@ -3,7 +3,7 @@
 
 export const VERSION = 1;
 export const SNAPSHOT = 1, DELTA = 2, LISTS = 3;
-const DEFLATED = 1, WIDE_FILL = 2, PAST = 4;
+const DEFLATED = 1, WIDE_FILL = 2, PAST = 4, ALL_LISTS = 8;
 const HEADER_BYTES = 24;
 
 export class BadFrame extends Error {}
@@ -21,6 +21,7 @@ export function readHeader(buffer) {
     clock: view.getFloat64(16, true),
   };
   header.isPast = Boolean(header.flags & PAST);
+  header.isAll = Boolean(header.flags & ALL_LISTS);
   header.isWide = Boolean(header.flags & WIDE_FILL);
   if (header.version !== VERSION) throw new BadFrame(`frame version ${header.version}`);
   return header;

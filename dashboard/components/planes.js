@@ -86,6 +86,7 @@ export class Planes {
   }
 
   takeLists(frame) {
+    if (frame.header.isAll) this.lists.clear();
     for (let i = 0; i < frame.owners.length; i++) {
       const pages = frame.pages.slice(frame.starts[i], frame.starts[i + 1]);
       if (pages.length) this.lists.set(frame.owners[i], pages);

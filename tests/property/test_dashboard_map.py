@@ -7,7 +7,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from dashboard import demo_messages
+from dashboard import demo_messages, live_map
 from dashboard.demo_checks import check_pool
 from dashboard.demo_pool import DemoPool
 from dashboard.frames import USED_BIT, Columns
@@ -39,8 +39,10 @@ class Screen:
             self.seen = change.revision
             for name in Columns.__slots__:
                 getattr(self.columns, name)[change.page_ids] = getattr(change.columns, name)
-        owners, page_lists = live.lists_since(self.seen_lists)
+        is_all, owners, page_lists = live.lists_since(self.seen_lists)
         self.seen_lists = live.revision
+        if is_all:
+            self.lists.clear()
         for owner, pages in zip(owners, page_lists, strict=True):
             if len(pages):
                 self.lists[owner] = pages.tolist()
@@ -187,3 +189,22 @@ def test_what_the_audit_found_is_kept_with_the_map() -> None:
     assert (kept.check, kept.page_id, kept.expected, kept.found) == ("refcount", 7, "1", "2")
     world.restart()
     assert not world.live.violations, "another life of the worker"
+
+
+def test_lists_are_whole_however_many_changed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few changes are remembered: who has seen less gets all lists, the others only what changed."""
+    monkeypatch.setattr(live_map, "MAX_LIST_CHANGES", 4)
+    world = World(11)
+    fast, slow = world.screens
+    slow.read(world.live)
+    was_part = 0
+    for _ in range(60):
+        world.pool.run(0.4)
+        world.tell()
+        was_part += not world.live.lists_since(fast.seen_lists)[0]
+        fast.read(world.live)
+        fast.equals(world.live)
+    assert was_part > 20
+    assert world.live.lists_since(slow.seen_lists)[0]
+    slow.read(world.live)
+    slow.equals(world.live)

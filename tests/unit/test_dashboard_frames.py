@@ -56,6 +56,7 @@ def some_frames() -> dict[str, bytes]:
         "heartbeat": frames.delta(11, CLOCK, ids[:0], columns(0), is_wide=False),
         "snapshot": whole,
         "past": past,
+        "all lists": frames.lists(13, CLOCK, [4], [np.array([7], np.uint32)], is_all=True),
         "lists": frames.lists(12, CLOCK, [3, 9], [np.array([5, 6, 8], np.uint32), np.empty(0, np.uint32)]),
     }
 
@@ -96,7 +97,12 @@ def test_javascript_reads_what_python_wrote() -> None:
     few = columns(5)
     delta = read["delta"]
     assert delta["pages"] == [0, 3, 7, 70_000, 2**32 - 2]
-    for key, values in (("states", few.states), ("refs", few.refs), ("fill", few.fill), ("owners", few.owners)):
+    for key, values in (
+        ("states", few.states),
+        ("refs", few.refs),
+        ("fill", few.fill),
+        ("owners", few.owners),
+    ):
         assert delta[key] == values.tolist()
     assert read["wide delta"]["fill"] == columns(5, True).fill.tolist()
     assert read["heartbeat"]["pages"] == []
@@ -112,6 +118,7 @@ def test_javascript_reads_what_python_wrote() -> None:
     assert past["fill"] == columns(9, True).fill.tolist()
     assert (read["lists"]["starts"], read["lists"]["pages"]) == ([0, 3, 3], [5, 6, 8])
     assert read["lists"]["owners"] == [3, 9]
+    assert [read[name]["header"]["isAll"] for name in ("lists", "all lists")] == [False, True]  # type: ignore[index]
 
 
 def test_javascript_refuses_what_is_cut_short_or_of_another_version() -> None:
@@ -125,9 +132,7 @@ def test_javascript_refuses_what_is_cut_short_or_of_another_version() -> None:
 
 @pytest.mark.parametrize("count", [1, 65_536, 65_537, 200_000])
 def test_a_large_map_comes_in_parts_of_one_revision(count: int) -> None:
-    parts = list(
-        frames.snapshot_parts(4, CLOCK, np.zeros(count, np.uint32), columns(count), is_wide=False)
-    )
+    parts = list(frames.snapshot_parts(4, CLOCK, np.zeros(count, np.uint32), columns(count), is_wide=False))
     assert len(parts) == -(-count // 65_536)
     left = [int.from_bytes(part[28:32], "little") for part in parts]
     assert left == list(range(len(parts) - 1, -1, -1))
