@@ -87,14 +87,13 @@ class LiveMap:
         self.spectrogram = Spectrogram(history_seconds)
         self.ghosts = Ghosts(0)
         self.epoch_starts: deque[float] = deque(maxlen=64)  # clock of each epoch's first message
-        self.violations: deque[ViolationFacts] = deque(
-            maxlen=MAX_VIOLATIONS
-        )  # of the live audit, newest last
+        # Of the live audit, the newest last.
+        self.violations: deque[ViolationFacts] = deque(maxlen=MAX_VIOLATIONS)
         self._load = (0, 0)  # running sequences, waiting requests
         self._changed_at = np.zeros(0, np.int64)
         self._used_at = np.zeros(0, np.int64)
-        # By owner: revision at which its page list changed; the newest last. Older changes than `_lists_floor`
-        # are forgotten: who has seen less gets all lists.
+        # By owner: revision at which its page list changed; the newest last. Changes older than
+        # `_lists_floor` are forgotten: who has seen less gets all lists.
         self._lists_at: dict[int, int] = {}
         self._lists_floor = 0
         self._recent: deque[tuple[int, NDArray[np.uint32]]] = deque(maxlen=RECENT_MESSAGES)

@@ -51,7 +51,7 @@ class Follower:
         self.live_map = LiveMap(worker_id, history_seconds)
         self.facts: WorkerFacts | None = None
         self.load: WorkerLoad | None = None
-        self.is_gone = False  # the service no longer knows it
+        self.gone_at: float | None = None  # since when the service no longer knows it
         self.faults = 0  # messages that did not fit: bugs
         self._source = source
         self._clock = clock
@@ -87,7 +87,7 @@ class Follower:
         if status.kind in ("live", "resync") and age > STALE_SECONDS:
             silent = "service" if now - self._heard_at > STALE_SECONDS else "worker"
             return replace(status, kind="stale", reason=f"nothing is heard of the {silent}")
-        if self.is_gone and status.kind != "live":
+        if self.gone_at is not None and status.kind != "live":
             return replace(status, kind="gone", reason="the service no longer knows this worker")
         return status
 
@@ -239,16 +239,27 @@ class LivePages:
     def _look(self) -> None:
         self._server = self.source.server()
         known = {worker.worker_id: worker for worker in self._server.workers if worker.worker_id}
+        self._forget_gone()
         for worker_id in known:
             self._add(worker_id)
         loads = {load.worker_id: load for load in self.source.load()}
         for follower in self.followers():
             follower.facts = known.get(follower.worker_id, follower.facts)
-            follower.is_gone = follower.worker_id not in known
+            is_known = follower.worker_id in known
+            follower.gone_at = None if is_known else follower.gone_at or self._clock()
             load = loads.get(follower.worker_id)
             if load is not None:
                 follower.load = load
                 follower.live_map.take_load(load.running_sequences, load.waiting_requests)
+
+    def _forget_gone(self) -> None:
+        """Workers that have been gone for as long as we look back; names may change with every start."""
+        now = self._clock()
+        for follower in self.followers():
+            if follower.gone_at is not None and now - follower.gone_at > self._history_seconds:
+                follower.end()
+                with self._lock:
+                    del self._followers[follower.worker_id]
 
     def _add(self, worker_id: str) -> None:
         with self._lock:

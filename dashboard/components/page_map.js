@@ -264,6 +264,10 @@ export class PageMap {
       const node = this.legend.querySelector(`[data-count=${name}]`);
       if (node) setText(node, number(counts[STATE_NAMES.indexOf(name)]));
     }
+    if (this.isUnused() !== this.wasUnused) {
+      this.wasUnused = this.isUnused();
+      this.showStatus();
+    }
     const extra = this.legend.querySelector(".figures");
     const load = this.tick ? ` · ${this.tick.running} running · ${this.tick.waiting} waiting` : "";
     if (extra) setText(extra, `revision ${this.planes.revision}${load} · draw ${this.drawMs.toFixed(1)} ms`);
@@ -313,7 +317,14 @@ export class PageMap {
       return `worker restarted ${clock(this.hello.restarted_ms)}`;
     }
     if (shown === "live" && this.planes?.isWhole && this.planes.count <= 1) return "The pool has no pages: set num_pages.";
+    if (shown === "live" && this.isUnused()) return "No page holds anything yet. Send a prompt: kvatlas generate 'The sky is'";
     return ["live", "resync"].includes(shown) ? "" : reason || (shown === "connecting" ? "connecting" : "");
+  }
+
+  isUnused() {
+    if (!this.planes?.isWhole) return false;
+    const { counts, count } = this.planes;
+    return counts[1] + counts[5] === count;
   }
 
   // what people do

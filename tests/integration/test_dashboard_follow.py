@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -192,5 +193,31 @@ def test_a_leak_that_the_audit_finds_is_on_the_screen(
         told = the(pages).live_map.violations[-1]
         assert told.check in failed
         assert told.expected != told.found
+    finally:
+        pages.stop()
+
+
+def test_a_worker_that_is_gone_is_shown_for_a_while_and_then_forgotten(
+    feed: FeedServer, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    pages = LivePages(ServiceSource(feed.address), history_seconds=60, clock=lambda: now[0])
+    pages.start()
+    try:
+        wait_until(lambda: (one := pages.follower("")) is not None and one.live_map.is_whole)
+        follower = the(pages)
+        known = pages.server
+        assert known is not None
+        without = replace(known, workers=())
+        monkeypatch.setattr(pages.source, "server", lambda: without)
+        feed.stand_still()
+        wait_until(lambda: follower.gone_at is not None)
+        now[0] += 30
+        wait_until(lambda: follower.status.kind == "gone")
+        assert pages.followers() == [follower]
+        assert sum(follower.live_map.counts().values()) == COUNT
+        now[0] += 61
+        wait_until(lambda: pages.followers() == [])
+        wait_until(lambda: not follower._thread.is_alive())
     finally:
         pages.stop()
