@@ -5,8 +5,10 @@ books and asks the device for a part of its page table; the copy is compared whe
 engine never waits for the device. Reads, changes nothing.
 """
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from worker.execution.runner import RowsRead, Runner
@@ -27,6 +29,8 @@ READ_SECONDS = 5.0  # after which a copy is given up: the device stands still, w
 POLL_SECONDS = 0.002  # between two looks of an idle engine at a copy on its way
 
 _IN_BOOKS = CHECKS[:-1]
+
+logger = logging.getLogger("worker.audit")
 
 
 @dataclass(slots=True)
@@ -113,21 +117,24 @@ class LiveAudit:
         if sweep is not None:
             source, num_pages, num_rows = sweep.auditor, SWEEP_PAGES, SWEEP_ROWS
         revision, found_ns = self._revision(), self._now_ns()
-        findings = [_finding(found, revision, found_ns) for found in source.check(num_pages)]
-        spans = source.row_spans(num_rows, SPAN_SLOTS)
-        read = self._runner.begin_read(spans) if spans else None
-        self._round = _Round(spans, read, findings, self._clock() - began, now, revision, sweep)
+        this = self._round = _Round([], None, [], 0.0, now, revision, sweep)
+        with _surviving("state_sum", this, found_ns):
+            this.findings = [_finding(found, revision, found_ns) for found in source.check(num_pages)]
+        with _surviving("device_table", this, found_ns):
+            this.spans = source.row_spans(num_rows, SPAN_SLOTS)
+            this.read = self._runner.begin_read(this.spans) if this.spans else None
+        this.seconds = self._clock() - began
 
     def _finish(self, now: float, this: _Round) -> AuditRound | None:
         began, is_compared = self._clock(), False
         if this.read is not None:
-            if not this.read.is_ready():
-                if now - this.began < READ_SECONDS:
-                    return None
-            else:
-                on_device = this.read.result()
-                this.findings += compare_spans(this.spans, on_device, this.revision, self._now_ns())
-                is_compared = True
+            with _surviving("device_table", this, self._now_ns()):
+                is_compared = this.read.is_ready()
+                if is_compared:
+                    on_device = this.read.result()
+                    this.findings += compare_spans(this.spans, on_device, this.revision, self._now_ns())
+            if this.read is not None and not is_compared and now - this.began < READ_SECONDS:
+                return None
         self._round = None
         this.seconds += self._clock() - began
         if this.sweep is None:
@@ -166,6 +173,18 @@ class LiveAudit:
             last_revision=this.revision,
         )
         sweep.done(report)
+
+
+@contextmanager
+def _surviving(check: str, this: _Round, time_ns: int) -> Iterator[None]:
+    """Books that are broken, or a device, may break the check itself: that is a finding, not the end."""
+    try:
+        yield
+    except Exception as error:
+        logger.exception("event=audit_broke check=%s", check)
+        this.read = None
+        subject, found = "the check itself", f"{type(error).__name__}: {error}"[:200]
+        this.findings.append(Finding(check, subject, "an answer", found, None, None, this.revision, time_ns))
 
 
 def _finding(found: Violation, revision: tuple[int, int], time_ns: int) -> Finding:

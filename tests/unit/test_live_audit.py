@@ -166,6 +166,29 @@ def test_a_planted_leak_is_found_by_the_next_round_that_looks_at_the_page() -> N
     assert {"refcount", "state_sum"} == set(found.broken)
 
 
+@pytest.mark.parametrize("part", ["books", "device", "wait", "copy"])
+def test_a_check_that_breaks_is_a_finding_and_no_crash(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Books so broken that looking at them raises; a device that does not answer any more."""
+    bench = Bench()
+
+    def broken(*_: object) -> None:
+        raise KeyError("nobody knows this page")
+
+    if part == "books":
+        bench.scheduler._books.by_owner[9] = None  # type: ignore[index, assignment]
+    elif part == "device":
+        monkeypatch.setattr(bench.runner, "begin_read", broken)
+    else:
+        monkeypatch.setattr(LateCopy, "result" if part == "copy" else "is_ready", broken)
+    found = bench.look(1.0)
+    assert found is not None
+    checks = {finding.check for finding in found.findings if finding.subject == "the check itself"}
+    assert checks >= ({"state_sum"} if part == "books" else {"device_table"})
+    assert checks == set(found.broken)
+    again = bench.look(3.0)
+    assert again is not None, "the next round comes all the same"
+
+
 def test_findings_never_hold_token_ids() -> None:
     bench = Bench()
     books = bench.scheduler._books
