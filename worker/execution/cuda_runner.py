@@ -19,6 +19,7 @@ from kernels.sample import make_scratch, sample
 from kernels.sample_columns import SampleRow, make_columns, write_rows
 from worker.execution.cuda_graphs import DecodeGraphs, DecodeTables
 from worker.execution.on_the_way import OnTheWay
+from worker.execution.prompt_graphs import PromptGraphs
 from worker.execution.runner import StepHandle
 from worker.execution.sampler import Sampled
 from worker.execution.sampling_state import NO_LOGPROBS
@@ -69,6 +70,14 @@ class CudaRunner(TorchRunner):
             capture=capture,
         )
         with torch.inference_mode():
+            self.prompt_graphs = PromptGraphs(
+                self._fused,
+                self.kv_pool.layers,
+                max_tokens=config.max_step_tokens,
+                dummy_slot=self.page_table.dummy_slot,
+                device=device,
+                capture=capture,
+            )
             self._warm_up(capture)
 
     def _warm_up(self, capture: bool) -> None:
@@ -93,6 +102,7 @@ class CudaRunner(TorchRunner):
         with log_phase(log, "warm_steps"):
             for step in steps:
                 self._run_dummies(step)
+                self.prompt_graphs.capture_wanted()
             self.token_pool.ids[config.max_running] = 0  # the dummy row feeds token 0
             torch.cuda.synchronize()
 
@@ -108,7 +118,9 @@ class CudaRunner(TorchRunner):
     def _run(self, step: Step, began: float) -> StepHandle:
         self._start_columns(step.row_starts)
         if not self._is_plain_decode(step):
-            return super()._run(step, began)
+            launched = super()._run(step, began)
+            self.prompt_graphs.capture_wanted()  # while the device works
+            return launched
         self.token_pool.start_rows(step.row_starts)
         self._state.start_rows(step.row_starts)
         self.page_table.write_pages(step.new_page_rows, step.new_page_indexes, step.new_page_ids)
@@ -123,7 +135,8 @@ class CudaRunner(TorchRunner):
         """Lets go of the graphs, the model and the pool; the runner is of no use afterwards."""
         if "graphs" in self.__dict__:
             self.graphs.close()
-        for name in ("graphs", "_fused", "_attention", "_columns", "_scratch"):
+            self.prompt_graphs.close()
+        for name in ("graphs", "prompt_graphs", "_fused", "_attention", "_columns", "_scratch"):
             self.__dict__.pop(name, None)
         super().close()
 
@@ -159,9 +172,7 @@ class CudaRunner(TorchRunner):
         self._attention.plan(tensors.batch)
         hidden = torch.nn.functional.embedding(tensors.input_ids, self._fused.embedding)
         batch = tensors.batch
-        return self._fused.forward(
-            hidden, batch.positions, batch.write_slots, self.kv_pool.layers, self._attend_stored
-        )
+        return self.prompt_graphs.run(hidden, batch.positions, batch.write_slots, self._attend_stored)
 
     def _attend_stored(self, kv: KvLayer, q: Tensor) -> Tensor:
         return self._attention.attend(kv, q, scale=self._config.attention_scale)

@@ -18,4 +18,5 @@ def step_bytes(model: ModelConfig, *, max_step_tokens: int, max_running: int, it
     per_token = 3 * hidden + max(qkv + 2 * q, 3 * inner)
     # Logits in the model's dtype, and as fp32 with copies where a request wants more than a plain draw.
     logits = model.vocab_size * (itemsize + 3 * 4)
-    return max_step_tokens * per_token * itemsize + max_running * logits + LIBRARIES
+    # Twice: once in the graphs' memory, once in what an eager step of another size leaves cached.
+    return 2 * max_step_tokens * per_token * itemsize + max_running * logits + LIBRARIES

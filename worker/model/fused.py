@@ -62,7 +62,7 @@ class FusedModel:
         self.config = model.config
         self.embedding = _dense(model.embedding)
         self._layers = model.layers
-        self._depth = len(model.layers)
+        self.depth = len(model.layers)  # layers that a step goes through
         self._norm = model.norm
         self._head = model.head
         self._own_rows = own_rows or OwnRows.of(model)
@@ -96,19 +96,46 @@ class FusedModel:
 
         residual [T, hidden]: embedding rows, overwritten; positions, slots int32 [T].
         """
-        eps = self.config.rms_norm_eps
-        pending: Tensor | None = None  # the last product, not yet added to the residual
-        for layer, layer_kv in self._depths(kv):
-            if pending is None:
-                normed = rms_norm(residual, layer.attention_norm, eps)
-            else:
-                normed = add_rms_norm(pending, residual, layer.attention_norm, eps)
-            attended = self._attend(layer, layer.qkv(normed), positions, slots, layer_kv, attend)
-            normed = add_rms_norm(layer.output(attended), residual, layer.mlp_norm, eps)
-            pending = layer.down(self._activation(normed, layer))
+        pending: Tensor | None = None
+        for number, layer_kv in enumerate(kv[: self.depth]):
+            q = self.new_q(residual.shape[0])
+            self.enter(number, pending, residual, positions, slots, layer_kv, q)
+            attended = attend(layer_kv, q).view(residual.shape[0], -1)
+            pending = self.leave(number, attended, residual)
         if pending is not None:
             residual += pending
         return residual
+
+    def new_q(self, num_tokens: int) -> Tensor:
+        """Room for queries: [num_tokens, num_heads, head_dim]."""
+        config, like = self.config, self.embedding
+        shape = (num_tokens, config.num_heads, config.head_dim)
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    def enter(
+        self,
+        number: int,
+        pending: Tensor | None,
+        residual: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        kv: KvLayer,
+        q: Tensor,
+    ) -> None:
+        """A layer as far as its attention: adds what is pending to the residual, stores K and V, fills q."""
+        layer, eps = self._layers[number], self.config.rms_norm_eps
+        if pending is None:
+            normed = rms_norm(residual, layer.attention_norm, eps)
+        else:
+            normed = add_rms_norm(pending, residual, layer.attention_norm, eps)
+        norms = (layer.q_norm, layer.k_norm)
+        rotary_store(layer.qkv(normed), kv, slots, positions, self._cos_sin, q, *norms, eps=eps)
+
+    def leave(self, number: int, attended: Tensor, residual: Tensor) -> Tensor:
+        """A layer from its attention [T, num_heads * head_dim] on; the last product, not yet added."""
+        layer = self._layers[number]
+        normed = add_rms_norm(layer.output(attended), residual, layer.mlp_norm, self.config.rms_norm_eps)
+        return layer.down(self._activation(normed, layer))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Last norm and head: [n, vocab_size], dtype of the weights. hidden is of `forward`."""
@@ -121,14 +148,14 @@ class FusedModel:
     @contextmanager
     def shallow(self) -> Iterator[None]:
         """Within, a step goes through two layers: enough to meet every kernel."""
-        self._depth = min(2, len(self._layers))
+        self.depth = min(2, len(self._layers))
         try:
             yield
         finally:
-            self._depth = len(self._layers)
+            self.depth = len(self._layers)
 
     def _depths(self, kv: Sequence[KvLayer]) -> Iterator[tuple[DecoderLayer, KvLayer]]:
-        return zip(self._layers[: self._depth], kv[: self._depth], strict=True)
+        return zip(self._layers[: self.depth], kv[: self.depth], strict=True)
 
     def _decode_one_row(
         self, residual: Tensor, kv: Sequence[KvLayer], positions: Tensor, slots: Tensor, attend: AttendStored
@@ -175,10 +202,9 @@ class FusedModel:
         kv: KvLayer,
         attend: AttendStored,
     ) -> Tensor:
-        config = self.config
-        q = torch.empty(qkv.shape[0], config.num_heads, config.head_dim, dtype=qkv.dtype, device=qkv.device)
-        norms = (layer.q_norm, layer.k_norm)
-        rotary_store(qkv, kv, slots, positions, self._cos_sin, q, *norms, eps=config.rms_norm_eps)
+        q, norms = self.new_q(qkv.shape[0]), (layer.q_norm, layer.k_norm)
+        eps = self.config.rms_norm_eps
+        rotary_store(qkv, kv, slots, positions, self._cos_sin, q, *norms, eps=eps)
         return attend(kv, q).view(qkv.shape[0], -1)
 
 
