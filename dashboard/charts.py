@@ -35,7 +35,7 @@ def states_over_time(figures: NDArray[np.uint32], times_ms: NDArray[np.float64],
     order = ["reserved", "pinned", "active", "cached", "free"]
     rows = [
         {
-            "time": pd.Timestamp(times_ms[at], unit="ms"),
+            "time": pd.Timestamp(times_ms[at], unit="ms", tz="UTC"),
             "state": state,
             "pages": int(figures[at, FIGURES.index(state)]),
             "order": order.index(state),
@@ -48,7 +48,7 @@ def states_over_time(figures: NDArray[np.uint32], times_ms: NDArray[np.float64],
         alt.Chart(pd.DataFrame(rows))
         .mark_area(interpolate="step-after")
         .encode(
-            x=alt.X("time:T", title=None),
+            x=alt.X("time:T", title=None, axis=alt.Axis(format="%H:%M:%S")),
             y=alt.Y("pages:Q", stack="zero", title="pages"),
             color=alt.Color(
                 "state:N",
@@ -70,7 +70,11 @@ def rates_over_time(figures: NDArray[np.uint32], times_ms: NDArray[np.float64], 
     for name in names:
         values = rates(figures, times_ms, name)
         rows += [
-            {"time": pd.Timestamp(times_ms[at + 1], unit="ms"), "what": name, "per second": float(values[at])}
+            {
+                "time": pd.Timestamp(times_ms[at + 1], unit="ms", tz="UTC"),
+                "what": name,
+                "per second": float(values[at]),
+            }
             for at in range(0, len(values), every)
         ]
     look = [
@@ -82,7 +86,7 @@ def rates_over_time(figures: NDArray[np.uint32], times_ms: NDArray[np.float64], 
         alt.Chart(pd.DataFrame(rows))
         .mark_line()
         .encode(
-            x=alt.X("time:T", title=None),
+            x=alt.X("time:T", title=None, axis=alt.Axis(format="%H:%M:%S")),
             y=alt.Y("per second:Q"),
             color=alt.Color(
                 "what:N",

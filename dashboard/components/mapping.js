@@ -4,6 +4,8 @@ import { element, fitCanvas, isDark, loadStyles, located, ratioOf, setText } fro
 import { mix, ownerColour, rgbOf } from "./colours.js";
 
 
+const BOX = 38, MIN_BOX = 34; // CSS pixels
+
 export function mount(component) {
   const root = component.parentElement;
   root.kvatlas ??= new Mapping(root, located(component.data));
@@ -19,8 +21,8 @@ class Mapping {
     loadStyles(root, data.modules);
     this.root = root;
     this.lane = -1;
-    this.pages = element("canvas", { class: "wide", style: "height: 64px", role: "img", "aria-label": "pages of the sequence" });
-    this.slots = element("canvas", { class: "wide", style: "height: 44px", role: "img", "aria-label": "slots of the page" });
+    this.pages = element("canvas", { class: "wide", role: "img", "aria-label": "pages of the sequence" });
+    this.slots = element("canvas", { class: "wide", role: "img", "aria-label": "slots of the page" });
     this.keys = element("canvas", { class: "wide", style: "height: 220px", role: "img", "aria-label": "keys by lane" });
     this.values = element("canvas", { class: "wide", style: "height: 220px", role: "img", "aria-label": "values by lane" });
     this.words = element("div", { class: "muted", "aria-live": "polite" });
@@ -83,28 +85,31 @@ class Mapping {
     return `lane ${lane} of warp ${data.warp}: keys of token ${tokens.join(", ")}, vecs ${few(vecs)}; values at places ${few(rows)} of the head`;
   }
 
-  // A row of boxes with a number in each.
+  // Boxes with a number in each, in as many lines as it takes to read them.
   paintBoxes(canvas, count, numberOf, colourOf, isMarked) {
+    const ratio = ratioOf(), columns = Math.min(count, Math.max(1, Math.floor(canvas.clientWidth / MIN_BOX)));
+    const lines = Math.ceil(count / columns), tall = BOX * ratio;
+    canvas.style.height = `${lines * BOX}px`;
     fitCanvas(canvas);
-    const context = canvas.getContext("2d"), ratio = ratioOf(), wide = canvas.width / count, tall = canvas.height;
-    context.clearRect(0, 0, canvas.width, tall);
+    const context = canvas.getContext("2d"), wide = canvas.width / columns;
+    context.clearRect(0, 0, canvas.width, canvas.height);
     context.textBaseline = "middle";
     context.textAlign = "center";
     for (let at = 0; at < count; at++) {
-      const rgb = colourOf(at), x = at * wide;
+      const rgb = colourOf(at), x = (at % columns) * wide, y = Math.floor(at / columns) * tall;
       context.fillStyle = `rgb(${rgb})`;
-      context.fillRect(x + 1, 4 * ratio, wide - 2, tall - 8 * ratio);
+      context.fillRect(x + 1, y + 2 * ratio, wide - 2, tall - 4 * ratio);
       if (isMarked(at)) {
-        for (const [colour, line] of [["#000", 5], ["#fff", 3]]) {
+        for (const [colour, line] of [["#000", 4], ["#fff", 2]]) {
           context.strokeStyle = colour;
-          context.lineWidth = line * ratio * 0.7;
-          context.strokeRect(x + 2, 5 * ratio, wide - 4, tall - 10 * ratio);
+          context.lineWidth = line * ratio;
+          context.strokeRect(x + 2 * ratio, y + 3 * ratio, wide - 4 * ratio, tall - 6 * ratio);
         }
       }
       const text = String(numberOf(at));
       context.font = `${Math.min(12 * ratio, (wide / text.length) * 1.4)}px sans-serif`;
       context.fillStyle = rgb[0] * 0.3 + rgb[1] * 0.59 + rgb[2] * 0.11 > 140 ? "#000" : "#fff";
-      context.fillText(text, x + wide / 2, tall / 2, wide - 4);
+      context.fillText(text, x + wide / 2, y + tall / 2, wide - 4);
     }
   }
 
