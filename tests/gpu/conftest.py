@@ -72,6 +72,7 @@ class GpuEngine:
         config = RunnerConfig(
             max_running=max_running,
             max_context=max_context,
+            max_step_tokens=max_step_tokens,
             num_pages=num_pages,
             page_size=page_size,
             num_layers=shape.num_layers,
