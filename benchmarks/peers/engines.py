@@ -32,6 +32,7 @@ def load_kvatlas(model: str, scratch: Path, device: str) -> Generate:
             device=device,
             page_size=16,
             max_running=MAX_SEQUENCES,
+            max_batch_tokens=8192,
             max_context=MAX_CONTEXT,
             memory_ratio=MEMORY_RATIO,
             num_pages=0 if device == "cuda" else 4096,
