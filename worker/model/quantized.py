@@ -1,7 +1,8 @@
 """Linear layers of fp8 weights: e4m3 with a scale for each output, activations scaled row by row.
 
 Weights are made fp8 while they are loaded, part by part, so that the dense model is never whole. The
-embedding and the head keep their type: a small share of the bytes, and the source of most of the error.
+embedding and the head keep their type: a small share of the bytes of a large model, and an error of the head
+is an error of the choice itself.
 """
 
 from collections.abc import Callable
