@@ -24,14 +24,28 @@ RECORD = 8
 """int32 of an entry of the list: span, row, first token, end, index among the span's chunks, their number."""
 
 
+FEW_SPANS = 4
+SIZES = 8
+"""Classes of chunks by size: the list has the large ones first, so that the last to end are small."""
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeLaunch:
     """Launch shape; timings of the choices in docs/kernels.md."""
 
-    block: int = 32  # tokens a loop turn
-    warps: int = 2
-    stages: int = 4
-    programs_per_sm: int = 4
+    block: int  # tokens a loop turn
+    warps: int
+    stages: int
+    programs_per_sm: int
+
+
+FEW = DecodeLaunch(block=64, warps=4, stages=3, programs_per_sm=3)
+"""For FEW_SPANS or fewer: what counts is the time of one turn."""
+MANY = DecodeLaunch(block=32, warps=1, stages=4, programs_per_sm=4)
+"""For more: what counts is the number of bytes under way, and a warp waits for no other."""
+WIDE = DecodeLaunch(block=32, warps=4, stages=3, programs_per_sm=3)
+"""For rows of K of more than WIDE_BYTES: one warp's registers would not hold them."""
+WIDE_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +58,19 @@ class DecodePlan:
     partial: Tensor  # fp32 [capacity, num_heads, head_dim]
     partial_lse: Tensor  # fp32 [capacity, num_heads]
     arrived: Tensor  # int32 [max_spans, num_kv_heads], zero between launches
-    num_programs: int
+    multiprocessors: int
     chunk_scale: int | None
-    launch: DecodeLaunch
+    launch: DecodeLaunch | None
+
+    def launch_of(self, num_spans: int, row_bytes: int = 0) -> DecodeLaunch:
+        """The launch shape of a batch; row_bytes: of a query of one head, padded to a power of two."""
+        usual = FEW if num_spans <= FEW_SPANS else MANY
+        return self.launch or (WIDE if row_bytes > WIDE_BYTES else usual)
+
+    def num_programs(self, num_spans: int, row_bytes: int = 0) -> int:
+        """Programs of a batch: as many as run at once, or as many as there can be tiles."""
+        most = self.chunks.shape[0] * self.arrived.shape[1]
+        return min(most, self.launch_of(num_spans, row_bytes).programs_per_sm * self.multiprocessors)
 
 
 def make_plan(
@@ -62,14 +86,15 @@ def make_plan(
 ) -> DecodePlan:
     """Allocates the buffers for batches of at most `num_spans` spans of at most `max_kv_len` tokens.
 
-    chunk_scale: a power of two; chunks have at least GRAIN times as many tokens. None: by the batch.
+    chunk_scale: a power of two; chunks have at least GRAIN times as many tokens. None: by the batch. launch:
+    a shape for every batch; None: by the number of spans.
     """
-    launch = launch or DecodeLaunch()
-    programs = 4
+    multiprocessors = 1
     if device.type == "cuda":
-        programs = launch.programs_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     if chunk_scale is None:
         # What _chunk_by_batch can list: four tiles a program, and one short chunk more for each span.
+        programs = max(one.programs_per_sm for one in (launch or FEW, launch or MANY)) * multiprocessors
         capacity = 4 * programs // num_kv_heads + 2 * num_spans + 64
     else:
         capacity = num_spans * min(MAX_CHUNKS, -(-max_kv_len // (GRAIN * chunk_scale)))
@@ -80,7 +105,7 @@ def make_plan(
         partial=torch.empty(capacity, num_heads, head_dim, dtype=torch.float32, device=device),
         partial_lse=torch.empty(capacity, num_heads, dtype=torch.float32, device=device),
         arrived=torch.zeros(num_spans, num_kv_heads, dtype=torch.int32, device=device),
-        num_programs=min(programs, capacity * num_kv_heads),
+        multiprocessors=multiprocessors,
         chunk_scale=chunk_scale,
         launch=launch,
     )
@@ -96,11 +121,12 @@ def plan_decode(plan: DecodePlan, rows: Tensor, kv_lens: Tensor) -> None:
         plan.chunks,
         plan.num_chunks,
         num_spans,
-        plan.num_programs,
+        plan.num_programs(num_spans),
         GRAIN * (plan.chunk_scale or 0),
         SPANS=triton.next_power_of_2(max_spans),
         KV_HEADS=num_kv_heads,
         MAX_CHUNKS=MAX_CHUNKS,
+        SIZES=SIZES,
         GRAIN=GRAIN,
         RECORD=RECORD,
         BY_BATCH=plan.chunk_scale is None,
@@ -142,6 +168,7 @@ def _plan_kernel(
     SPANS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
+    SIZES: tl.constexpr,
     GRAIN: tl.constexpr,
     RECORD: tl.constexpr,
     BY_BATCH: tl.constexpr,
@@ -163,7 +190,13 @@ def _plan_kernel(
     even = (length + count - 1) // count
     chunk = tl.maximum((even + GRAIN - 1) // GRAIN * GRAIN, GRAIN)
     count = tl.where(real, (length + chunk - 1) // chunk, 0)
-    first = tl.cumsum(count, 0) - count
+    size = chunk * SIZES // (tl.max(tl.where(real, chunk, 0), 0) + 1)
+    first = tl.zeros([SPANS], tl.int32)
+    listed = 0
+    for smaller in tl.static_range(SIZES):
+        mine = tl.where(size == SIZES - 1 - smaller, count, 0)
+        first = tl.where(mine > 0, listed + tl.cumsum(mine, 0) - mine, first)
+        listed += tl.sum(mine, 0)
     for index in range(tl.max(count, 0)):
         here = index < count
         record = chunks + (first + index) * RECORD
@@ -173,4 +206,4 @@ def _plan_kernel(
         tl.store(record + 3, tl.minimum((index + 1) * chunk, length), mask=here)
         tl.store(record + 4, index, mask=here)
         tl.store(record + 5, count, mask=here)
-    tl.store(num_chunks, tl.sum(count, 0))
+    tl.store(num_chunks, listed)

@@ -32,6 +32,7 @@ def launch(
     *,
     num_warps: int,
     num_stages: int = 3,
+    max_registers: int | None = None,
     is_dependent: bool = False,
 ) -> None:
     """kernel[grid](*arguments, *constants) on the current stream of the device of arguments[0], a tensor.
@@ -50,10 +51,13 @@ def launch(
         else:
             values.append(argument)
             marks.append(_mark(argument))
-    key = (id(kernel), first.device.index, constants, num_warps, num_stages, is_dependent, *marks)
+    shape = (num_warps, num_stages, max_registers, is_dependent)
+    key = (id(kernel), first.device.index, constants, *shape, *marks)
     compiled = _compiled.get(key)
     if compiled is None or _state["is_compiling"]:
         options = {"num_warps": num_warps, "num_stages": num_stages}
+        if max_registers is not None and first.is_cuda:
+            options["maxnreg"] = max_registers
         if is_dependent:
             options["launch_pdl"] = True
         result = kernel[grid](*arguments, *constants, **options)

@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.batch import KvLayer
 from kernels.decode_plan import RECORD, DecodePlan
 from kernels.dependent_launch import dependent_launch
+from kernels.launcher import launch as start_kernel
 
 LOG2_E = 1.4426950408889634
 
@@ -38,37 +39,24 @@ def paged_decode(
         out = torch.empty(num_spans, num_heads, head_dim, dtype=q.dtype, device=q.device)
     assert out.is_contiguous(), "out must be contiguous"
     group = num_heads // num_kv_heads
-    launch = plan.launch
-    _decode_kernel[(plan.num_programs,)](
-        q,
-        kv.k,
-        kv.v,
-        out,
-        page_table,
-        plan.chunks,
-        plan.num_chunks,
-        plan.queue,
-        plan.partial,
-        plan.partial_lse,
-        plan.arrived,
-        scale * kv.k_scale * LOG2_E,
-        kv.v_scale,
-        plan.num_programs,
-        q.stride(0),
-        q.stride(1),
-        page_table.stride(0),
-        KV_HEADS=num_kv_heads,
-        GROUP=group,
-        GROUP_PADDED=max(16, triton.next_power_of_2(group)),
-        DIM=head_dim,
-        DIM_PADDED=triton.next_power_of_2(head_dim),
-        RECORD=RECORD,
-        WARPS=launch.warps,
-        BLOCK=launch.block,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+    row_bytes = triton.next_power_of_2(head_dim) * q.element_size()
+    launch, num_programs = plan.launch_of(num_spans, row_bytes), plan.num_programs(num_spans, row_bytes)
+    heads = (num_kv_heads, group, max(16, triton.next_power_of_2(group)))
+    dims = (head_dim, triton.next_power_of_2(head_dim))
+    lists = (plan.chunks, plan.num_chunks, plan.queue)
+    scratch = (plan.partial, plan.partial_lse, plan.arrived)
+    strides = (q.stride(0), q.stride(1), page_table.stride(0))
+    is_dependent = dependent_launch(q.device)["PDL"]
+    is_fp32 = q.dtype == torch.float32
+    scales = (scale * kv.k_scale * LOG2_E, kv.v_scale)
+    start_kernel(
+        _decode_kernel,
+        (num_programs,),
+        (q, kv.k, kv.v, out, page_table, *lists, *scratch, *scales, num_programs, *strides),
+        (*heads, *dims, RECORD, launch.warps, launch.block, is_fp32, is_dependent),
         num_warps=launch.warps,
         num_stages=launch.stages,
-        **dependent_launch(q.device),
+        is_dependent=is_dependent,
     )
     return out
 
@@ -100,7 +88,7 @@ def _decode_kernel(
     RECORD: tl.constexpr,
     WARPS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    IS_FP32: tl.constexpr,
     PDL: tl.constexpr,
 ):
     HEADS: tl.constexpr = KV_HEADS * GROUP
@@ -138,7 +126,8 @@ def _decode_kernel(
             DIM_PADDED,
             GROUP_PADDED,
             BLOCK,
-            PRECISION,
+            WARPS > 1,
+            IS_FP32,
         )
         acc = acc * (v_scale / weight)[:, None]
         out_at = out + span * (HEADS * DIM)
@@ -176,13 +165,17 @@ def _attend(
     DIM_PADDED: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SUM_LATE: tl.constexpr,
+    IS_FP32: tl.constexpr,
 ):
-    """Slots begin .. end - 1 of a row: weighted sum of V [GROUP_PADDED, DIM_PADDED], top score, weight."""
+    """Slots begin .. end - 1 of a row: weighted sum of V [GROUP_PADDED, DIM_PADDED], top score, weight.
+
+    SUM_LATE: weights of a row, which lie in several warps, are summed once, not in each turn.
+    """
     dims = tl.arange(0, DIM_PADDED)
     tokens = tl.arange(0, BLOCK)
     top = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
-    weight = tl.zeros([GROUP_PADDED], tl.float32)
+    weight = tl.zeros([GROUP_PADDED, BLOCK] if SUM_LATE else [GROUP_PADDED], tl.float32)
     acc = tl.zeros([GROUP_PADDED, DIM_PADDED], tl.float32)
     slot = tl.load(table + begin + tokens, mask=begin + tokens < end, other=0)
     for at in range(begin, end, BLOCK):
@@ -194,16 +187,24 @@ def _attend(
         readable = inside[:, None] if DIM == DIM_PADDED else inside[:, None] & (dims < DIM)[None, :]
         keys = tl.load(k_head + offset, mask=readable, other=0.0)
         values = tl.load(v_head + offset, mask=readable, other=0.0)
-        scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision=PRECISION) * scale
+        scores = (
+            tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee" if IS_FP32 else "tf32")
+            * scale
+        )
         scores = tl.where(inside[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
-        weight = weight * shrink + tl.sum(weights, 1)
+        weight = weight * shrink[:, None] + weights if SUM_LATE else weight * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(query.dtype), values.to(query.dtype), acc, input_precision=PRECISION)
+        acc = tl.dot(
+            weights.to(query.dtype),
+            values.to(query.dtype),
+            acc,
+            input_precision="ieee" if IS_FP32 else "tf32",
+        )
         top = new_top
-    return acc, top, weight
+    return acc, top, tl.sum(weight, 1) if SUM_LATE else weight
 
 
 @triton.jit
@@ -220,32 +221,41 @@ def _merge(
     DIM_PADDED: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """The sum of `count` parts of one sequence for the heads of one group, AT_ONCE parts a turn."""
+    """The sum of `count` parts of one sequence for the heads of one group.
+
+    AT_ONCE parts a turn, 64 numbers a thread: all their loads are under way before the first is used, and no
+    thread needs another's numbers.
+    """
     MEMBERS: tl.constexpr = triton.next_power_of_2(GROUP)
-    AT_ONCE: tl.constexpr = max(2, 2048 * WARPS // (MEMBERS * DIM_PADDED))
+    AT_ONCE: tl.constexpr = max(1, 2048 * WARPS // (MEMBERS * DIM_PADDED))
     dims = tl.arange(0, DIM_PADDED)
-    parts = tl.arange(0, AT_ONCE)
     members = tl.arange(0, MEMBERS)
     real = members < GROUP
+    mask = real[:, None] & (dims < DIM)[None, :]
     heads = head * GROUP + members
     top = tl.full([MEMBERS], float("-inf"), tl.float32)
     weight = tl.zeros([MEMBERS], tl.float32)
     merged = tl.zeros([MEMBERS, DIM_PADDED], tl.float32)
     for j in tl.range(0, count, AT_ONCE, num_stages=1):
-        here = (j + parts < count)[:, None] & real[None, :]
-        at = (first + j + parts).to(tl.int64)[:, None] * HEADS + heads[None, :]
-        readable = here[:, :, None] & (dims < DIM)[None, None, :]
-        lse = tl.load(partial_lse + at, mask=here, other=float("-inf"), cache_modifier=".cg")
-        part_at = partial + at[:, :, None] * DIM + dims[None, None, :]
-        part = tl.load(part_at, mask=readable, other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        safe = tl.where(new_top > float("-inf"), new_top, 0.0)
-        share = tl.exp2(lse - safe[None, :])
+        at = (first + j).to(tl.int64) * HEADS + heads
+        left = count - j + 0 * members
+        new_top = top
+        for part in tl.static_range(AT_ONCE):
+            lse_at = partial_lse + at + part * HEADS
+            lse = tl.load(lse_at, mask=real & (left > part), other=float("-inf"), cache_modifier=".cg")
+            new_top = tl.maximum(new_top, lse)
+        safe = tl.where(real, new_top, 0.0)
         shrink = tl.exp2(top - safe)
-        merged = merged * shrink[:, None] + tl.sum(part * share[:, :, None], 0)
-        weight = weight * shrink + tl.sum(share, 0)
+        merged = merged * shrink[:, None]
+        weight = weight * shrink
+        for part in tl.static_range(AT_ONCE):
+            lse_at = partial_lse + at + part * HEADS
+            lse = tl.load(lse_at, mask=real & (left > part), other=float("-inf"), cache_modifier=".cg")
+            part_at = partial + (at + part * HEADS)[:, None] * DIM + dims[None, :]
+            rows = tl.load(part_at, mask=mask & (left > part)[:, None], other=0.0, cache_modifier=".cg")
+            share = tl.exp2(lse - safe)
+            merged += rows * share[:, None]
+            weight += share
         top = new_top
     merged = (merged / tl.where(real, weight, 1.0)[:, None]).to(out_at.dtype.element_ty)
-    tl.store(
-        out_at + heads[:, None] * DIM + dims[None, :], merged, mask=real[:, None] & (dims < DIM)[None, :]
-    )
+    tl.store(out_at + heads[:, None] * DIM + dims[None, :], merged, mask=mask)

@@ -5,7 +5,8 @@ of one span and all query heads of one KV head, so that each key is loaded once 
 programs share a multiprocessor, so that one's products hide the other's softmax. `tiles` lists (span, first
 query) pairs; it is built on the host, where prefill lengths are known. The launch shape depends on the model
 alone and blocks of keys begin at position 0, so a query's bits do not depend on the batch or on how its
-prompt is cut.
+prompt is cut. That costs where few tiles have a long context: a PrefillSplit cuts the keys of each tile among
+several programs, and a second launch merges them by log-sum-exp.
 """
 
 from dataclasses import dataclass
@@ -18,8 +19,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.batch import KvLayer, PagedBatch
 from kernels.dependent_launch import dependent_launch
+from kernels.launcher import launch as start_kernel
 
 TILE_ROWS = 128  # queries times heads of a group in one program
+MIN_KEYS = 1024  # of one part of a split tile
+MAX_PARTS = 32
+MERGE_ROWS = 16
 LOG2_E = 1.4426950408889634
 
 
@@ -52,6 +57,38 @@ def list_tiles(q_lens: list[int], group: int) -> list[tuple[int, int]]:
     return sorted(tiles, key=lambda tile: -tile[1])
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillSplit:
+    """Programs of one tile, and scratch for their parts; one for a step, read and written by every layer."""
+
+    parts: int
+    partial: Tensor  # fp32 [num_tiles, num_kv_heads, parts, TILE_ROWS, head_dim]
+    partial_lse: Tensor  # fp32 [num_tiles, num_kv_heads, parts, TILE_ROWS]
+
+
+def make_split(
+    num_tiles: int, num_kv_heads: int, head_dim: int, max_kv_len: int, device: torch.device
+) -> PrefillSplit | None:
+    """A split that gives every multiprocessor its two programs; None where there is no need."""
+    if device.type != "cuda":
+        return None
+    programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    parts = min(programs // (num_tiles * num_kv_heads), max_kv_len // MIN_KEYS, MAX_PARTS)
+    return split_in(parts, num_tiles, num_kv_heads, head_dim, device) if parts > 1 else None
+
+
+def split_in(
+    parts: int, num_tiles: int, num_kv_heads: int, head_dim: int, device: torch.device
+) -> PrefillSplit:
+    """Scratch for a given number of parts."""
+    shape = (num_tiles, num_kv_heads, parts, TILE_ROWS)
+    return PrefillSplit(
+        parts,
+        torch.empty(*shape, head_dim, dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+    )
+
+
 def paged_prefill(
     q: Tensor,
     kv: KvLayer,
@@ -60,12 +97,14 @@ def paged_prefill(
     *,
     scale: float,
     launch: PrefillLaunch | None = None,
+    split: PrefillSplit | None = None,
 ) -> Tensor:
     """Attention of every query token of the spans that `tiles` names.
 
     q and result [num_tokens, num_heads, head_dim]; kv.k, kv.v [num_slots, num_kv_heads, head_dim],
     contiguous; tiles int32 [num_tiles, 2] of `list_tiles`. Query j of span i has position kv_lens[i] -
-    q_len[i] + j. Slots past the span's tokens are never read: they may hold NaN.
+    q_len[i] + j. Slots past the span's tokens are never read: they may hold NaN. With a `split` the bits of
+    a query depend on the number of parts.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv.k.shape[1]
@@ -75,45 +114,45 @@ def paged_prefill(
     group = num_heads // num_kv_heads
     padded = triton.next_power_of_2(group)
     launch = launch or prefill_launch(head_dim, q.dtype)
-    on_device = {"maxnreg": launch.max_registers} if q.is_cuda and launch.max_registers else {}
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
-    _prefill_kernel[(tiles.shape[0] * num_kv_heads,)](
-        q,
-        kv.k,
-        kv.v,
-        out,
-        batch.page_table,
-        batch.rows,
-        batch.kv_lens,
-        batch.q_indptr,
-        tiles,
-        scale * kv.k_scale * LOG2_E,
-        kv.v_scale,
-        q.stride(0),
-        q.stride(1),
-        batch.page_table.stride(0),
-        KV_HEADS=num_kv_heads,
-        GROUP=group,
-        GROUP_PADDED=padded,
-        QUERIES=max(queries_per_tile(group), triton.cdiv(16, padded)),
-        DIM=head_dim,
-        DIM_PADDED=triton.next_power_of_2(head_dim),
-        BLOCK=launch.block,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+    parts = split.parts if split else 1
+    where = (batch.rows, batch.kv_lens, batch.q_indptr, tiles)
+    scratch = (split.partial, split.partial_lse) if split else (out, out)
+    strides = (q.stride(0), q.stride(1), batch.page_table.stride(0))
+    shape = (num_kv_heads, group, padded, queries_per_tile(group), head_dim, triton.next_power_of_2(head_dim))
+    is_fp32 = q.dtype == torch.float32
+    is_dependent = dependent_launch(q.device)["PDL"]
+    scales = (scale * kv.k_scale * LOG2_E, kv.v_scale)
+    start_kernel(
+        _prefill_kernel,
+        (tiles.shape[0] * num_kv_heads * parts,),
+        (q, kv.k, kv.v, out, *scratch, batch.page_table, *where, *scales, *strides, parts),
+        (*shape, launch.block, split is not None, is_fp32, is_dependent),
         num_warps=launch.warps,
         num_stages=launch.stages,
-        **on_device,
-        **dependent_launch(q.device),
+        max_registers=launch.max_registers,
+        is_dependent=is_dependent,
     )
+    if split:
+        start_kernel(
+            _merge_kernel,
+            (tiles.shape[0] * num_kv_heads, TILE_ROWS // MERGE_ROWS),
+            (*scratch, out, *where[1:], parts),
+            (*shape, MERGE_ROWS, is_dependent),
+            num_warps=4,
+            is_dependent=is_dependent,
+        )
     return out
 
 
-@triton.jit(do_not_specialize=["scale", "v_scale"])
+@triton.jit(do_not_specialize=["scale", "v_scale", "parts"])
 def _prefill_kernel(
     q,
     k_pool,
     v_pool,
     out,
+    partial,
+    partial_lse,
     page_table,
     rows,
     kv_lens,
@@ -124,6 +163,7 @@ def _prefill_kernel(
     q_stride,
     q_head_stride,
     row_width,
+    parts,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
@@ -131,7 +171,8 @@ def _prefill_kernel(
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr,
+    IS_FP32: tl.constexpr,
     PDL: tl.constexpr,
 ):
     ROWS: tl.constexpr = QUERIES * GROUP_PADDED
@@ -139,51 +180,78 @@ def _prefill_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    tile = tl.program_id(0) // KV_HEADS
-    head = tl.program_id(0) % KV_HEADS
-    span = tl.load(tiles + tile * 2).to(tl.int64)
-    first = tl.load(tiles + tile * 2 + 1)
-    start = tl.load(q_indptr + span)
-    q_len = tl.load(q_indptr + span + 1) - start
-    kv_len = tl.load(kv_lens + span)
-    table = page_table + tl.load(rows + span).to(tl.int64) * row_width
+    place = tl.program_id(0) // parts
+    head = place % KV_HEADS
     lane = tl.arange(0, ROWS)
-    query = first + lane // GROUP_PADDED
-    heads = head * GROUP + lane % GROUP_PADDED
     dims = tl.arange(0, DIM_PADDED)
     block = tl.arange(0, BLOCK)
-    mask = ((query < q_len) & (lane % GROUP_PADDED < GROUP))[:, None] & (dims < DIM)[None, :]
-    token = (start + query).to(tl.int64)
+    span, first, token, position, real = _queries(
+        place // KV_HEADS, lane, kv_lens, q_indptr, tiles, GROUP, GROUP_PADDED, False
+    )
+    table = page_table + tl.load(rows + span).to(tl.int64) * row_width
+    heads = head * GROUP + lane % GROUP_PADDED
+    mask = real[:, None] & (dims < DIM)[None, :]
     q_at = q + token[:, None] * q_stride + heads[:, None] * q_head_stride + dims[None, :]
     queries = tl.load(q_at, mask=mask, other=0.0)
-    position = kv_len - q_len + query
-    end = tl.minimum(kv_len, kv_len - q_len + first + QUERIES)
-    # Keys before this are seen by every query of the tile: no mask.
-    unmasked = (kv_len - q_len + first + 1) // BLOCK * BLOCK
+    # Keys before `unmasked` are seen by every query of the tile, those from `end` on by none.
+    unmasked = (first + 1) // BLOCK * BLOCK
+    end = tl.minimum(tl.load(kv_lens + span), first + QUERIES)
+    begin = 0
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(end, BLOCK), parts) * BLOCK
+        begin = tl.program_id(0) % parts * share
+        end = tl.minimum(end, begin + share)
+        unmasked = tl.minimum(unmasked, end)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_PADDED], tl.float32)
     # Slots are loaded one turn ahead, so that keys wait for no load. Behind the end the last slot again: its
     # weights are zero, and what it holds are numbers.
-    slot = tl.load(table + tl.minimum(block, end - 1))
-    for at in range(0, unmasked, BLOCK):
+    slot = tl.load(table + tl.maximum(tl.minimum(begin + block, end - 1), 0))
+    for at in range(begin, unmasked, BLOCK):
         offset = slot.to(tl.int64)[:, None] * STRIDE + head * DIM + dims[None, :]
         slot = tl.load(table + tl.minimum(at + BLOCK + block, end - 1))
-        scores = _scores(queries, k_pool + offset, dims, DIM, PRECISION)
+        scores = _scores(queries, k_pool + offset, dims, DIM, IS_FP32)
         top, weight, acc = _add(
-            scores, v_pool + offset, dims, scale, top, weight, acc, queries, DIM, PRECISION
+            scores, v_pool + offset, dims, scale, top, weight, acc, queries, DIM, False, IS_FP32
         )
-    for at in range(unmasked, end, BLOCK):
+    for at in range(tl.maximum(begin, unmasked), end, BLOCK):
         offset = slot.to(tl.int64)[:, None] * STRIDE + head * DIM + dims[None, :]
         slot = tl.load(table + tl.minimum(at + BLOCK + block, end - 1))
-        scores = _scores(queries, k_pool + offset, dims, DIM, PRECISION)
+        scores = _scores(queries, k_pool + offset, dims, DIM, IS_FP32)
         scores = tl.where((at + block)[None, :] <= position[:, None], scores, float("-inf"))
         top, weight, acc = _add(
-            scores, v_pool + offset, dims, scale, top, weight, acc, queries, DIM, PRECISION
+            scores, v_pool + offset, dims, scale, top, weight, acc, queries, DIM, SPLIT, IS_FP32
         )
-    acc = acc * (v_scale / weight)[:, None]
-    out_at = out + (token[:, None] * (KV_HEADS * GROUP) + heads[:, None]) * DIM + dims[None, :]
-    tl.store(out_at, acc.to(out.dtype.element_ty), mask=mask)
+    acc = acc * (v_scale / tl.where(weight > 0, weight, 1.0))[:, None]
+    if SPLIT:
+        at = tl.program_id(0).to(tl.int64) * ROWS + lane
+        lse = tl.where(weight > 0, top + tl.log2(tl.where(weight > 0, weight, 1.0)), float("-inf"))
+        tl.store(partial_lse + at, lse)
+        tl.store(partial + at[:, None] * DIM + dims[None, :], acc, mask=mask)
+    else:
+        # Found anew: kept through the loops they would push other numbers out of the registers.
+        _, _, token, _, real = _queries(
+            place // KV_HEADS, lane, kv_lens, q_indptr, tiles, GROUP, GROUP_PADDED, True
+        )
+        heads = head * GROUP + lane % GROUP_PADDED
+        out_at = out + (token[:, None] * (KV_HEADS * GROUP) + heads[:, None]) * DIM + dims[None, :]
+        tl.store(out_at, acc.to(out.dtype.element_ty), mask=real[:, None] & (dims < DIM)[None, :])
+
+
+@triton.jit
+def _queries(
+    tile, lane, kv_lens, q_indptr, tiles, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, ANEW: tl.constexpr
+):
+    """Of a tile: its span and first position; of each lane: token, position, whether it is a query."""
+    span = tl.load(tiles + tile * 2, volatile=ANEW).to(tl.int64)
+    first = tl.load(tiles + tile * 2 + 1, volatile=ANEW)
+    start = tl.load(q_indptr + span, volatile=ANEW)
+    q_len = tl.load(q_indptr + span + 1, volatile=ANEW) - start
+    cached = tl.load(kv_lens + span, volatile=ANEW) - q_len
+    query = first + lane // GROUP_PADDED
+    real = (query < q_len) & (lane % GROUP_PADDED < GROUP)
+    return span, cached + first, (start + query).to(tl.int64), cached + query, real
 
 
 @triton.jit
@@ -193,18 +261,85 @@ def _load_rows(at, dims, DIM: tl.constexpr):
 
 
 @triton.jit
-def _scores(queries, k_at, dims, DIM: tl.constexpr, PRECISION: tl.constexpr):
+def _scores(queries, k_at, dims, DIM: tl.constexpr, IS_FP32: tl.constexpr):
     keys = _load_rows(k_at, dims, DIM).to(queries.dtype)
-    return tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    return tl.dot(queries, tl.trans(keys), input_precision="ieee" if IS_FP32 else "tf32")
 
 
 @triton.jit
-def _add(scores, v_at, dims, scale, top, weight, acc, queries, DIM: tl.constexpr, PRECISION: tl.constexpr):
-    """Online softmax: the sums after one more block of keys."""
+def _add(
+    scores,
+    v_at,
+    dims,
+    scale,
+    top,
+    weight,
+    acc,
+    queries,
+    DIM: tl.constexpr,
+    MAY_BE_BLIND: tl.constexpr,
+    IS_FP32: tl.constexpr,
+):
+    """Online softmax: the sums after one more block of keys. A blind query has seen no key yet."""
     values = _load_rows(v_at, dims, DIM).to(queries.dtype)
     new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-    weights = tl.exp2(scores * scale - new_top[:, None])
-    shrink = tl.exp2(top - new_top)
+    safe = tl.where(new_top > float("-inf"), new_top, 0.0) if MAY_BE_BLIND else new_top
+    weights = tl.exp2(scores * scale - safe[:, None])
+    shrink = tl.exp2(top - safe)
     weight = weight * shrink + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(queries.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
+    acc = tl.dot(
+        weights.to(queries.dtype),
+        values,
+        acc * shrink[:, None],
+        input_precision="ieee" if IS_FP32 else "tf32",
+    )
     return new_top, weight, acc
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _merge_kernel(
+    partial,
+    partial_lse,
+    out,
+    kv_lens,
+    q_indptr,
+    tiles,
+    parts,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    QUERIES: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The parts of ROWS queries times heads of one tile, weighted by their log-sum-exp."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = tl.program_id(0)
+    lane = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, DIM_PADDED)
+    _, _, token, _, real = _queries(
+        place // KV_HEADS, lane, kv_lens, q_indptr, tiles, GROUP, GROUP_PADDED, False
+    )
+    mask = real[:, None] & (dims < DIM)[None, :]
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    merged = tl.zeros([ROWS, DIM_PADDED], tl.float32)
+    for part in range(parts):
+        at = (place * parts + part).to(tl.int64) * (QUERIES * GROUP_PADDED) + lane
+        lse = tl.load(partial_lse + at)
+        rows = tl.load(partial + at[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
+        new_top = tl.maximum(top, lse)
+        safe = tl.where(new_top > float("-inf"), new_top, 0.0)
+        share = tl.exp2(lse - safe)
+        shrink = tl.exp2(top - safe)
+        merged = merged * shrink[:, None] + rows * share[:, None]
+        weight = weight * shrink + share
+        top = new_top
+    merged = merged / tl.where(weight > 0, weight, 1.0)[:, None]
+    heads = place % KV_HEADS * GROUP + lane % GROUP_PADDED
+    out_at = out + (token[:, None] * (KV_HEADS * GROUP) + heads[:, None]) * DIM + dims[None, :]
+    tl.store(out_at, merged.to(out.dtype.element_ty), mask=mask)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.batch import KvLayer, PagedBatch
 from kernels.decode_plan import DecodePlan, make_plan, plan_decode
 from kernels.paged_decode import paged_decode
-from kernels.paged_prefill import list_tiles, paged_prefill
+from kernels.paged_prefill import PrefillSplit, list_tiles, make_split, paged_prefill
 from kernels.store_kv import store_kv
 
 
@@ -27,6 +27,7 @@ class TritonBackend:
         self._decode: DecodePlan | None = None  # large enough for the largest decode batch seen
         self._batch: PagedBatch | None = None
         self._tiles: Tensor | None = None  # int32 [num_tiles, 2]: of prefill spans
+        self._split: PrefillSplit | None = None
 
     def plan(self, batch: PagedBatch) -> None:
         """Lists the chunks of decode spans on the device and the tiles of prefill spans on the host."""
@@ -36,10 +37,13 @@ class TritonBackend:
                 capacity = 1 << (batch.num_decode - 1).bit_length()
                 self._decode = make_plan(capacity, *self._shape, self._max_context, batch.rows.device)
             plan_decode(self._decode, batch.rows[: batch.num_decode], batch.kv_lens[: batch.num_decode])
-        heads, kv_heads, _ = self._shape
+        heads, kv_heads, head_dim = self._shape
         lens = [0 if i < batch.num_decode else n for i, n in enumerate(batch.q_lens_host)]
         tiles = list_tiles(lens, heads // kv_heads)
         self._tiles = _sent(tiles, batch.rows.device) if tiles else None
+        longest = max(batch.kv_lens_host[batch.num_decode :], default=0)
+        shape = (len(tiles), kv_heads, head_dim)
+        self._split = make_split(*shape, longest, batch.rows.device) if tiles else None
 
     def run(self, kv: KvLayer, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
         """Stores, then attends."""
@@ -54,7 +58,7 @@ class TritonBackend:
         if self._tiles is None:
             assert decode is not None, "a batch without spans"
             return paged_decode(q, kv, batch.page_table, decode, scale=scale)
-        out = paged_prefill(q, kv, batch, self._tiles, scale=scale)
+        out = paged_prefill(q, kv, batch, self._tiles, scale=scale, split=self._split)
         if batch.num_decode:
             assert decode is not None, "planned above"
             first = slice(batch.num_decode)

@@ -101,11 +101,11 @@ def flashinfer_us(cell: Cell) -> float | None:
     return graphed_us(lambda cache: wrapper.run(cell.q, cache), caches)
 
 
-def launches(tune: bool) -> list[tuple[DecodeLaunch, int | None]]:
+def launches(tune: bool) -> list[tuple[DecodeLaunch | None, int | None]]:
     """Launch shapes and chunk scales to try; None: chunks by the batch."""
     if not tune:
-        return [(DecodeLaunch(), None)]
-    shapes = itertools.product(((32, 2), (32, 4), (64, 4)), (3, 4), (3, 4, 5), (None, 2, 4, 16, 32))
+        return [(None, None)]
+    shapes = itertools.product(((32, 1), (32, 2), (64, 4)), (3, 4), (3, 4, 6), (None, 2, 4, 16, 32))
     return [
         (DecodeLaunch(block, warps, stages, programs), scale)
         for (block, warps), stages, programs, scale in shapes

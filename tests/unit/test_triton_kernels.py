@@ -12,10 +12,10 @@ triton = pytest.importorskip("triton", reason="Triton has wheels for Linux only"
 
 from kernels import fp8, reference  # noqa: E402
 from kernels.batch import KvLayer, PagedBatch  # noqa: E402
-from kernels.decode_plan import MAX_CHUNKS, make_plan, plan_decode  # noqa: E402
+from kernels.decode_plan import MANY, MAX_CHUNKS, DecodeLaunch, make_plan, plan_decode  # noqa: E402
 from kernels.matvec import matvec  # noqa: E402
 from kernels.paged_decode import paged_decode  # noqa: E402
-from kernels.paged_prefill import list_tiles, paged_prefill  # noqa: E402
+from kernels.paged_prefill import list_tiles, paged_prefill, split_in  # noqa: E402
 from kernels.rms_norm import add_rms_norm, rms_norm  # noqa: E402
 from kernels.rotary_store import rotary_store  # noqa: E402
 from kernels.silu_mul import silu_mul  # noqa: E402
@@ -77,13 +77,14 @@ def test_paged_prefill_equals_the_reference_on_a_nan_filled_pool(heads, kv_heads
     )
 
 
+@pytest.mark.parametrize("launch", [None, MANY])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "page", "kv_lens", "q_lens"), SHAPES)
 def test_paged_decode_equals_the_reference_and_leaves_its_counters_at_zero(
-    heads, kv_heads, dim, page, kv_lens, q_lens
+    heads, kv_heads, dim, page, kv_lens, q_lens, launch
 ):
     """H12, S2-29; B086, B087: lengths around the chunk edge, several chunks merged by the last to arrive."""
     q, kv, batch = problem(heads, kv_heads, dim, page, kv_lens, [1] * len(kv_lens))
-    plan = make_plan(len(kv_lens), heads, kv_heads, dim, 320, q.device)
+    plan = make_plan(len(kv_lens), heads, kv_heads, dim, 320, q.device, chunk_scale=1, launch=launch)
     for _ in range(2):
         plan_decode(plan, batch.rows, batch.kv_lens)
         ours = paged_decode(q, kv, batch.page_table, plan, scale=dim**-0.5)
@@ -105,6 +106,8 @@ def test_chunks_cover_each_sequence_once_and_do_not_depend_on_the_batch(chunk_sc
         return plan.chunks[: int(plan.num_chunks), :6].tolist()
 
     together = listed(rows, kv_lens)
+    sizes = [end - begin for _, _, begin, end, index, count in together if index + 1 < count]
+    assert sizes[0] == max(sizes)  # the large ones come first
     for span, length in enumerate(lengths):
         mine = [record[1:] for record in together if record[0] == span]
         ends = [end for _, _, end, _, _ in mine]
@@ -123,12 +126,13 @@ def test_a_sequence_has_the_same_bits_alone_as_in_company():
     heads, kv_heads, dim = 4, 2, 64
     q, kv, batch = problem(heads, kv_heads, dim, 16, [200, 130, 300], [1, 1, 1])
     plan = make_plan(3, heads, kv_heads, dim, 320, q.device, chunk_scale=1)
+    assert plan.launch_of(3) == DecodeLaunch(64, 4, 3, 3)
     plan_decode(plan, batch.rows, batch.kv_lens)
     together = paged_decode(q, kv, batch.page_table, plan, scale=dim**-0.5)
     for one in range(3):
         span = slice(one, one + 1)
-        for programs in (1, 64):
-            lonely = dataclasses.replace(plan, num_programs=programs)
+        for programs in (1, 6):
+            lonely = dataclasses.replace(plan, launch=DecodeLaunch(64, 4, 3, programs))
             plan_decode(lonely, batch.rows[span], batch.kv_lens[span])
             alone = paged_decode(q[span], kv, batch.page_table, lonely, scale=dim**-0.5)
             torch.testing.assert_close(alone, together[span], rtol=0, atol=0)
@@ -137,8 +141,7 @@ def test_a_sequence_has_the_same_bits_alone_as_in_company():
 
 @pytest.mark.parametrize(("num_spans", "length"), [(1, 100_000), (1, 2), (3, 1000), (40, 4096), (40, 70)])
 def test_chunks_by_batch_fit_the_scratch_and_padding_changes_none(num_spans, length):
-    plan = make_plan(64, 16, 8, 16, 100_000, torch.device("cpu"))
-    plan = dataclasses.replace(plan, num_programs=8)
+    plan = make_plan(64, 16, 8, 16, 100_000, torch.device("cpu"), launch=MANY)
     kv_lens = torch.full((num_spans,), length, dtype=torch.int32)
     kv_lens[0] = 100_000
     plan_decode(plan, torch.zeros_like(kv_lens), kv_lens)
@@ -246,3 +249,15 @@ def test_the_backend_runs_mixed_steps_like_the_reference_backend():
         results.append(backend.run(pool, q, k, v, scale=dim**-0.5))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(kv.k.nan_to_num(), copy.k.nan_to_num(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("parts", [2, 5])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "page", "kv_lens", "q_lens"), SHAPES[2:])
+def test_prefill_split_in_parts_equals_the_reference(heads, kv_heads, dim, page, kv_lens, q_lens, parts):
+    """Parts without a key, and parts that some queries of a tile do not see."""
+    q, kv, batch = problem(heads, kv_heads, dim, page, kv_lens, q_lens)
+    tiles = torch.tensor(list_tiles(q_lens, heads // kv_heads), dtype=torch.int32)
+    split = split_in(parts, tiles.shape[0], kv_heads, dim, q.device)
+    ours = paged_prefill(q, kv, batch, tiles, scale=dim**-0.5, split=split)
+    expected = reference.paged_attention(q, kv, batch, scale=dim**-0.5)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
