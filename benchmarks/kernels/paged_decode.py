@@ -55,7 +55,9 @@ def make_cell(lengths: list[int], page: int, heads: int, context: str = "") -> C
     pool = torch.randn(copies, 2, slots, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     page_ids = torch.randperm(sum(pages), device="cuda").int()
     offsets = torch.arange(page, device="cuda", dtype=torch.int32)
-    rows = [(ids[:, None] * page + offsets).flatten() for ids in page_ids.split(pages)]
+    table = torch.zeros(len(lengths), max(pages) * page, device="cuda", dtype=torch.int32)
+    for row, ids in zip(table, page_ids.split(pages), strict=True):
+        row[: len(ids) * page] = (ids[:, None] * page + offsets).flatten()
     return Cell(
         context=context or str(lengths[0]),
         page=page,
@@ -63,7 +65,7 @@ def make_cell(lengths: list[int], page: int, heads: int, context: str = "") -> C
         q=torch.randn(len(lengths), heads, DIM, device="cuda", dtype=torch.bfloat16),
         pools=[KvLayer(one[0], one[1]) for one in pool],
         page_ids=page_ids,
-        table=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).contiguous(),
+        table=table,
     )
 
 
