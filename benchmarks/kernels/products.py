@@ -215,7 +215,7 @@ def compile_all(cases: Sequence[tuple[Product, int]], processes: int) -> None:
     """Every launch shape of the search, several at once; the kernels stay in Triton's cache."""
     tasks = [(layer, rows, launch) for layer, rows in cases for launch in launches(layer, rows, tune=True)]
     print(f"{len(tasks)} kernels", flush=True)
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
         pool.map(_compile, tasks, chunksize=4)
 
 
