@@ -136,15 +136,15 @@ def measure(cell: Cell, tune: bool) -> dict[str, object]:
 
 
 def cells(pages: list[int]) -> list[tuple[list[int], int, int, str]]:
-    """Arguments of make_cell; the last is a batch of mixed lengths, as the offline workload has."""
-    equal = [
-        ([context] * batch, page, heads, str(context))
-        for heads, shapes in HEADS.items()
-        for batch, context in shapes
-        for page in pages
-    ]
+    """Arguments of make_cell; the last of a page size is of mixed lengths, as the offline workload has."""
     draw = random.Random(1)
-    return [*equal, ([draw.randint(100, 1600) for _ in range(256)], pages[0], 16, "100..1600")]
+    mixed = [draw.randint(100, 1600) for _ in range(256)]
+    listed = []
+    for page in pages:
+        for heads, shapes in HEADS.items():
+            listed += [([context] * batch, page, heads, str(context)) for batch, context in shapes]
+        listed.append((mixed, page, 16, "100..1600"))
+    return listed
 
 
 def main() -> None:
