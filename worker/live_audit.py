@@ -19,9 +19,9 @@ from worker.scheduling.audit import Auditor, RowSpan
 from worker.scheduling.scheduler import Scheduler
 
 AUDIT_SHARE = 0.002  # of the engine's time at most
-ROUND_PAGES = 512  # looked at one by one in one round, about 2 us each; the next round goes on behind them
+ROUND_PAGES = 256  # looked at one by one in one round, about 2 us each; the next round goes on behind them
 ROUND_ROWS = 4  # compared with the device in one round
-SPAN_SLOTS = 1024  # of each of them
+SPAN_SLOTS = 512  # of each of them
 SWEEP_SHARE = 0.2  # of the engine's time while somebody waits for a sweep
 SWEEP_PAGES = 2048
 SWEEP_ROWS = 16
