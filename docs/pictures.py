@@ -50,7 +50,10 @@ def send_prompt(page: Page) -> None:
     """The prompt that stands there, twice: the second time it is found."""
     for _ in range(2):
         page.get_by_role("button", name="Send").click()
-        page.get_by_text("Reused pages").wait_for(timeout=180_000)
+        stop = page.get_by_role("button", name="Stop")
+        stop.wait_for(timeout=LOAD_MS)
+        stop.wait_for(state="detached", timeout=180_000)
+        page.get_by_text("Reused pages").wait_for(timeout=LOAD_MS)
         page.wait_for_timeout(2000)
 
 
