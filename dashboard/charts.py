@@ -116,6 +116,7 @@ def hit_rate_curve(report: EstimateReport, today_slots: int, page_size: int, pol
         "slots:Q",
         alt.Tooltip("hit rate:Q", format=".1%"),
         "evictions:Q",
+        "preemptions:Q",
         "wasted slots:Q",
     ]
     line = base.mark_line(color=look["hit"]).encode(y=rate)
@@ -168,6 +169,7 @@ def page_sizes(report: EstimateReport, today_slots: int) -> pd.DataFrame:
             "hit rate": f"{each.hit_ratio:.1%} ± {each.hit_ratio_error:.1%}",
             "unaligned": f"{each.tokens['unaligned'] / max(1, sum(each.tokens.values())):.1%}",
             "evictions": each.evictions,
+            "preemptions": each.preemptions,
             "wasted slots": round(each.mean_wasted_slots),
         }
         for each in nearest
@@ -191,5 +193,6 @@ def _point(each: Estimate, today_slots: int) -> dict[str, Any]:
         "low": max(0.0, each.hit_ratio - each.hit_ratio_error),
         "high": min(1.0, each.hit_ratio + each.hit_ratio_error),
         "evictions": each.evictions,
+        "preemptions": each.preemptions,
         "wasted slots": round(each.mean_wasted_slots),
     }

@@ -28,6 +28,9 @@ class DashboardConfig:
         (), "origins beside our own that may open the page, e.g. https://ours.example, joined by commas"
     )
     token_file: str = option("", "file with the bearer token for the service", metavar="FILE")
+    admin_server: str = option(
+        "", "address of AdminService, to save the last minutes as a recording; empty: not offered"
+    )
     grafana_url: str = option("", "where Grafana is, for links; empty: no links", metavar="URL")
     demo: bool = option(False, "show a simulated pool; no server is asked")
     demo_pages: int = option(4096, "pages of the simulated pool", low=64, high=1 << 21)

@@ -114,6 +114,7 @@ class Estimate:
     hit_ratio_error: float
     evictions: int
     mean_wasted_slots: float
+    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,7 @@ def estimate(one: pb.CacheEstimate) -> Estimate:
         hit_ratio_error=one.hit_ratio_error,
         evictions=one.evictions,
         mean_wasted_slots=one.mean_wasted_slots,
+        preemptions=one.preemptions,
     )
 
 

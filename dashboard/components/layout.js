@@ -4,7 +4,7 @@ import { ACTIVE, CACHED, FREE, PINNED } from "./planes.js";
 
 export const LAYOUTS = ["physical", "request", "eviction", "age"];
 export const MAX_SORTED_PAGES = 262_144; // more would hold the tab for over 50 ms
-const MAX_CELL = 28; // CSS pixels, before zooming
+const MAX_CELL = 40; // CSS pixels, before zooming
 
 // Order of a layout: a Uint32Array, cell → page; null: pages in their own order.
 // `marks` are cells before which a line is drawn (the watermark of eviction, ends of sequences).

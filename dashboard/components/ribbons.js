@@ -4,7 +4,7 @@
 import { choice, element, fitCanvas, isDark, loadStyles, located, number, ratioOf, setText } from "./dom.js";
 import { mix, rgbOf } from "./colours.js";
 
-const CELL = 9, GAP = 1; // CSS pixels
+const MIN_CELL = 9, MAX_CELL = 16, GAP = 1; // CSS pixels
 const SORTS = ["newest", "pages", "wait"];
 const SHOWN = ["running", "waiting", "preempted"];
 
@@ -67,7 +67,11 @@ class Ribbons {
     if (!this.data) return;
     this.kind = isDark(this.root) ? "dark" : "light";
     this.paintLegend();
-    const shown = this.sequences(), keep = new Set(shown.map((one) => one.key));
+    const shown = this.sequences();
+    const most = Math.max(1, ...shown.map((one) => one.pages.length));
+    const room = this.list.querySelector("canvas")?.clientWidth || 300;
+    this.cell = Math.max(MIN_CELL, Math.min(MAX_CELL, Math.floor(room / most) - GAP));
+    const keep = new Set(shown.map((one) => one.key));
     for (const [key, row] of this.rows) {
       if (!keep.has(key)) {
         row.node.remove();
@@ -118,15 +122,15 @@ class Ribbons {
     const { one, canvas } = row;
     setText(row.label, one.name);
     setText(row.words, one.words);
-    const columns = Math.max(1, Math.floor((canvas.clientWidth || 300) / (CELL + GAP)));
+    const columns = Math.max(1, Math.floor((canvas.clientWidth || 300) / (this.cell + GAP)));
     row.columns = columns;
     const lines = Math.max(1, Math.ceil(one.pages.length / columns));
-    canvas.style.height = `${lines * (CELL + GAP + 2)}px`;
+    canvas.style.height = `${lines * (this.cell + GAP + 2)}px`;
     fitCanvas(canvas);
     const context = canvas.getContext("2d"), ratio = ratioOf(), { states } = this.data.palette;
     context.clearRect(0, 0, canvas.width, canvas.height);
     one.pages.forEach((page, at) => {
-      const x = (at % columns) * (CELL + GAP) * ratio, y = Math.floor(at / columns) * (CELL + GAP + 2) * ratio, size = CELL * ratio;
+      const x = (at % columns) * (this.cell + GAP) * ratio, y = Math.floor(at / columns) * (this.cell + GAP + 2) * ratio, size = this.cell * ratio;
       const isLast = at === one.pages.length - 1;
       context.fillStyle = at < one.cached ? states.cached[this.kind] : states.active[this.kind];
       context.fillRect(x, y, size, size);
@@ -142,7 +146,7 @@ class Ribbons {
   }
 
   placeAt(row, event) {
-    const column = Math.floor(event.offsetX / (CELL + GAP)), line = Math.floor(event.offsetY / (CELL + GAP + 2));
+    const column = Math.floor(event.offsetX / (this.cell + GAP)), line = Math.floor(event.offsetY / (this.cell + GAP + 2));
     return column < row.columns ? line * row.columns + column : -1;
   }
 

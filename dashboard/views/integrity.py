@@ -9,10 +9,12 @@ from dashboard import process
 from dashboard.facts import CheckFacts, IntegrityFacts, ViolationFacts
 from dashboard.live_pages import Follower
 from dashboard.mirror_checks import check_mirror
+from dashboard.recordings import save_past
 from dashboard.view_parts import choose_follower, clock_text, needs_map, period
 from kvatlas.client.errors import KvatlasError
 
 ROW = 3  # tiles side by side
+RECORD_SECONDS = 300
 
 
 def show() -> None:
@@ -26,6 +28,7 @@ def show() -> None:
         _full_check(follower)
     with right:
         _download(follower)
+        _record(follower)
 
 
 def _live(follower: Follower) -> None:
@@ -119,6 +122,24 @@ def _download(follower: Follower) -> None:
             file_name=f"pages-{follower.worker_id}.npz",
             mime="application/octet-stream",
         )
+
+
+def _record(follower: Follower) -> None:
+    address = process.config().admin_server
+    if not address:
+        return
+    if st.button(f"Save the last {RECORD_SECONDS // 60} minutes as a recording", key="record"):
+        try:
+            with st.spinner("the worker writes them"):
+                data = save_past(address, follower.worker_id, RECORD_SECONDS)
+        except KvatlasError as failure:
+            st.error(str(failure))
+            return
+        name = f"{follower.worker_id}-{clock_text(follower.live_map.clock_ms).replace(':', '')}.kvrec"
+        st.session_state["recording"] = (name, data)
+    if "recording" in st.session_state:
+        name, data = st.session_state["recording"]
+        st.download_button(f"Download {name} ({len(data):,} bytes)", data, file_name=name)
 
 
 show()

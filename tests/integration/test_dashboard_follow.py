@@ -1,9 +1,13 @@
 """The subscriber against real gRPC: it follows, notices silence, comes back, and leaves nothing running."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +15,13 @@ import pytest
 
 from dashboard.client import ServiceSource
 from dashboard.live_pages import STALE_SECONDS, Follower, LivePages
+from dashboard.recordings import save_past
 from dashboard.testing import WORKER_ID, FeedServer
 from kvatlas.client.errors import PermissionDenied
 from kvatlas.client.sync import Client
 from kvatlas.v1 import cache_pb2 as pb
 
+ROOT = Path(__file__).parents[2]
 COUNT = 70_000  # two parts of a snapshot
 BACK_SECONDS = 3.0
 
@@ -221,3 +227,20 @@ def test_a_worker_that_is_gone_is_shown_for_a_while_and_then_forgotten(
         wait_until(lambda: not follower._thread.is_alive())
     finally:
         pages.stop()
+
+
+def test_the_last_minutes_are_saved_as_a_recording_that_replays(
+    start_server: Callable[..., Any], tmp_path: Path
+) -> None:
+    server = start_server("--runner", "fake", "--model", "random:tiny", "--num-pages", "63")
+    with Client(server.address) as client:
+        for number in range(4):
+            client.generate([1 + number, *range(2, 60)], max_tokens=8, ignore_eos=True)
+        events = client.page_map().revision.number
+    path = tmp_path / "saved.kvrec"
+    path.write_bytes(save_past(server.facts["admin_address"], "", 300))
+    command = [sys.executable, "-m", "kvatlas.cli", "replay", str(path), "--json"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert str(events) in done.stdout, "up to the last event"

@@ -59,7 +59,7 @@ def run(settings: Namespace) -> int:
         if code != 0:
             print(_tail(folder), file=sys.stderr)
             raise CommandFailed(f"the server ended with exit code {code}")
-    _say("The server has drained and ended. Next: `kvatlas serve`, then `kvatlas chat`, `kvatlas pages -w`.")
+    _say("The server has drained and ended. Next: `kvatlas serve`, then `kvatlas chat`, `kvatlas dashboard`.")
     return DONE
 
 
