@@ -21,7 +21,7 @@ from worker.trace.what_if import MAX_PAGES, MAX_SETTINGS
 
 FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
 MAX_PAGE_SIZE = 4096
-MAX_ESTIMATED = 32_768  # requests times settings: a few seconds of one core
+MAX_ESTIMATED = 16_384  # requests times settings: a few seconds of one core
 MIN_REQUESTS, MAX_REQUESTS = 512, 4_096
 _PREFIX_FIELDS = ("hit_tokens", "miss_cold_tokens", "miss_evicted_tokens", "unaligned_tokens")
 

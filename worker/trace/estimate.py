@@ -24,7 +24,7 @@ from worker.trace.workload import Limits, Trace
 from worker.traffic import StepCount
 
 WARMUP_SHARE = 1 / 3  # of a sample that does not reach back to the start of the worker
-NICENESS = 10
+NICENESS = 5
 REQUESTS_PER_PIECE = 32  # so that no pickle holds the interpreter for long
 
 

@@ -1,0 +1,214 @@
+"""Estimates in a process of their own: answered in time or not at all, and never left running."""
+
+import io
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from worker.execution.testing import small_config
+from worker.readers.samples import LoggedRequest, Sample
+from worker.trace import estimator as estimator_module
+from worker.trace.counts import Setting
+from worker.trace.estimate import EstimateTask, estimate, read_task, write_task
+from worker.trace.estimator import MAX_WAITING, Answer, Estimate, EstimateBroken, EstimateLate, Estimator
+from worker.trace.loading import limits_message, limits_of
+from worker.trace.testing import RecordedWorker, conversations, hit_ratio, run_turns
+
+PAGES = 120
+TURNS = conversations(6, seconds=4, rate=20)
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> tuple[RecordedWorker, Sample]:
+    """A worker that ran, and the log of it."""
+    config = small_config(PAGES, 16, 32, 512, 512, event_capacity=65536)
+    worker = RecordedWorker(config, tmp_path_factory.mktemp("none"))
+    run_turns(worker, TURNS)
+    return worker, worker.recorder.log.sample(worker.recorder.now_us())
+
+
+def task_of(worker: RecordedWorker, sample: Sample, *settings: Setting, **changes: object) -> EstimateTask:
+    config = worker.scheduler.config
+    task = EstimateTask(
+        settings=settings or (Setting(PAGES, 16, "lru"),),
+        limits=limits_of(limits_message(config), PAGES),
+        page_size=16,
+        num_pages=PAGES,
+        policy="lru",
+        granularity=sample.granularity,
+        end_us=sample.time_us,
+        window_us=0,
+        is_whole=sample.is_whole,
+        steps=sample.steps,
+        looks=sample.looks,
+        num_requests=len(sample.requests),
+    )
+    return replace(task, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def estimator() -> Iterator[Estimator]:
+    found = Estimator()
+    yield found
+    found.close()
+
+
+class Box:
+    """Where an answer arrives."""
+
+    def __init__(self) -> None:
+        self.answers: list[Answer] = []
+        self._came = threading.Event()
+
+    def put(self, answer: Answer) -> None:
+        self.answers.append(answer)
+        self._came.set()
+
+    def get(self) -> Answer:
+        assert self._came.wait(100), "no answer"
+        return self.answers[0]
+
+
+def ask(
+    estimator: Estimator,
+    task: EstimateTask,
+    requests: tuple[LoggedRequest, ...],
+    box: Box,
+    *,
+    key: object = 1,
+    seconds: float = 100.0,
+) -> bool:
+    return estimator.submit(Estimate(key, task, requests, time.monotonic() + seconds, box.put))
+
+
+def test_a_task_crosses_in_pieces(sampled: tuple[RecordedWorker, Sample]) -> None:
+    worker, sample = sampled
+    pipe = io.BytesIO()
+    task = task_of(worker, sample)
+    write_task(task, sample.requests, pipe)
+    pipe.seek(0)
+    found, requests = read_task(pipe)
+    assert found == task
+    assert [request.sequence_id for request in requests] == [each.sequence_id for each in sample.requests]
+
+
+def test_the_estimate_of_today_is_what_was_observed(sampled: tuple[RecordedWorker, Sample]) -> None:
+    """The honesty check of EstimateCache: within three standard errors, or two points."""
+    worker, sample = sampled
+    settings = [Setting(pages, 16, "lru") for pages in (PAGES // 2, PAGES, PAGES * 4)]
+    found = estimate(task_of(worker, sample, *settings), sample.requests)
+    observed = found["observed"]
+    assert isinstance(observed, dict)
+    tokens = [
+        observed[name]
+        for name in ("hit_tokens", "miss_cold_tokens", "miss_evicted_tokens", "unaligned_tokens")
+    ]
+    assert observed["hit_tokens"] / sum(tokens) == pytest.approx(hit_ratio(worker))
+    low, today, high = found["estimates"]  # type: ignore[misc]
+    allowed = max(0.02, 3 * today["hit_ratio_error"])
+    assert abs(today["hit_ratio"] - hit_ratio(worker)) <= allowed
+    assert low["hit_ratio"] < today["hit_ratio"] <= high["hit_ratio"]
+    assert found["request_count"] == len(TURNS)
+    assert found["token_count"] == sum(len(turn.prompt) for turn in TURNS)
+
+
+def test_a_window_counts_only_what_came_in_it(sampled: tuple[RecordedWorker, Sample]) -> None:
+    worker, sample = sampled
+    found = estimate(task_of(worker, sample, window_us=1_000_000), sample.requests)
+    since = sample.time_us - 1_000_000
+    assert found["request_count"] == sum(request.time_us >= since for request in sample.requests)
+    assert found["duration_us"] == 1_000_000
+    (today,) = found["estimates"]  # type: ignore[misc]
+    (whole,) = estimate(task_of(worker, sample), sample.requests)["estimates"]  # type: ignore[misc]
+    observed = found["observed"]
+    assert isinstance(observed, dict)
+    for figures in (today, observed):
+        assert 0 < figures["hit_tokens"] < whole["hit_tokens"] / 2
+
+
+def test_a_sample_that_lost_its_beginning_warms_up_first(sampled: tuple[RecordedWorker, Sample]) -> None:
+    worker, sample = sampled
+    half = sample.requests[len(sample.requests) // 2 :]
+    found = estimate(task_of(worker, sample, is_whole=False, num_requests=len(half)), half)
+    count = found["request_count"]
+    assert isinstance(count, int)
+    assert 0 < count < len(half)
+    assert found["start_us"] > half[0].time_us  # type: ignore[operator]
+
+
+def test_no_requests_give_figures_of_zero(sampled: tuple[RecordedWorker, Sample]) -> None:
+    worker, sample = sampled
+    found = estimate(task_of(worker, sample, num_requests=0), ())
+    (today,) = found["estimates"]  # type: ignore[misc]
+    assert (today["hit_ratio"], today["evictions"], found["request_count"]) == (0.0, 0, 0)
+
+
+def test_the_child_answers_as_the_function_does(
+    estimator: Estimator, sampled: tuple[RecordedWorker, Sample]
+) -> None:
+    worker, sample = sampled
+    task, box = task_of(worker, sample), Box()
+    assert ask(estimator, task, sample.requests, box)
+    assert box.get() == estimate(task, sample.requests)
+
+
+def test_one_that_is_late_is_killed_and_said_so(
+    estimator: Estimator, sampled: tuple[RecordedWorker, Sample]
+) -> None:
+    worker, sample = sampled
+    many = [Setting(pages, 16, "lru") for pages in range(40, 296)]
+    box = Box()
+    ask(estimator, task_of(worker, sample, *many), sample.requests, box, seconds=0.5)
+    assert isinstance(box.get(), EstimateLate)
+    again = Box()
+    ask(estimator, task_of(worker, sample), sample.requests, again)
+    assert isinstance(again.get(), dict), "the next one is answered"
+
+
+def test_what_nobody_waits_for_is_not_answered(
+    estimator: Estimator, sampled: tuple[RecordedWorker, Sample], wait_until: Callable[..., None]
+) -> None:
+    worker, sample = sampled
+    many = [Setting(pages, 16, "lru") for pages in range(40, 296)]
+    running, waiting, last = Box(), Box(), Box()
+    ask(estimator, task_of(worker, sample, *many), sample.requests, running, key="running")
+    wait_until(lambda: estimator._child is not None, "the child")
+    ask(estimator, task_of(worker, sample), sample.requests, waiting, key="waiting")
+    ask(estimator, task_of(worker, sample), sample.requests, last, key="last")
+    estimator.cancel("waiting")
+    estimator.cancel("running")
+    assert isinstance(last.get(), dict)
+    assert (running.answers, waiting.answers) == ([], [])
+
+
+def test_too_many_are_refused(estimator: Estimator, sampled: tuple[RecordedWorker, Sample]) -> None:
+    worker, sample = sampled
+    many = [Setting(pages, 16, "lru") for pages in range(40, 296)]
+    taken = [
+        ask(estimator, task_of(worker, sample, *many), sample.requests, Box(), key=number)
+        for number in range(MAX_WAITING + 2)
+    ]
+    assert taken.count(True) in (MAX_WAITING, MAX_WAITING + 1), "one may run already"
+    began = time.monotonic()
+    estimator.close()
+    estimator.close()
+    assert time.monotonic() - began < 10
+    assert not ask(estimator, task_of(worker, sample), sample.requests, Box())
+
+
+def test_a_child_that_breaks_is_an_answer(
+    estimator: Estimator, sampled: tuple[RecordedWorker, Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, sample = sampled
+    monkeypatch.setattr(estimator_module.sys, "executable", "/bin/false")
+    box = Box()
+    ask(estimator, task_of(worker, sample), sample.requests, box)
+    assert isinstance(box.get(), EstimateBroken)
+    monkeypatch.setattr(estimator_module.sys, "executable", str(Path("/nowhere")))
+    box = Box()
+    ask(estimator, task_of(worker, sample), sample.requests, box)
+    assert isinstance(box.get(), EstimateBroken)
