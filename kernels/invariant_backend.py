@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kernels.batch import KvLayer, PagedBatch
-from kernels.paged_prefill import list_tiles, paged_prefill
+from kernels.paged_prefill import paged_prefill
+from kernels.prefill_plan import list_tiles
 from kernels.store_kv import store_kv
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from kernels.batch import KvLayer, PagedBatch
 from kernels.decode_plan import DecodePlan, make_plan, plan_decode
 from kernels.paged_decode import paged_decode
-from kernels.paged_prefill import PrefillSplit, list_tiles, make_split, paged_prefill
+from kernels.paged_prefill import paged_prefill
+from kernels.prefill_plan import PrefillSplit, list_tiles, make_split
 from kernels.store_kv import store_kv
 
 

@@ -11,7 +11,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.kernels.timing import eager_us
-from kernels.paged_prefill import list_tiles, paged_prefill
+from kernels.paged_prefill import paged_prefill
+from kernels.prefill_plan import list_tiles
 from kernels.testing import random_paged_problem
 
 KV_HEADS, DIM = 8, 128

@@ -27,7 +27,8 @@ from kernels.paged_cuda.library import (
     num_partitions,
 )
 from kernels.paged_cuda.shape import BLOCK_SIZES
-from kernels.paged_prefill import list_tiles, paged_prefill
+from kernels.paged_prefill import paged_prefill
+from kernels.prefill_plan import list_tiles
 from kernels.store_kv import store_kv
 
 # v1 keeps all logits of a context in shared memory, and leaves multiprocessors idle when few thread blocks

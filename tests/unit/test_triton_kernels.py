@@ -15,7 +15,8 @@ from kernels.batch import KvLayer, PagedBatch  # noqa: E402
 from kernels.decode_plan import MANY, MAX_CHUNKS, DecodeLaunch, make_plan, plan_decode  # noqa: E402
 from kernels.matvec import matvec  # noqa: E402
 from kernels.paged_decode import paged_decode  # noqa: E402
-from kernels.paged_prefill import list_tiles, paged_prefill, split_in  # noqa: E402
+from kernels.paged_prefill import paged_prefill  # noqa: E402
+from kernels.prefill_plan import list_tiles, split_in  # noqa: E402
 from kernels.rms_norm import add_rms_norm, rms_norm  # noqa: E402
 from kernels.rotary_store import rotary_store  # noqa: E402
 from kernels.silu_mul import silu_mul  # noqa: E402
