@@ -175,10 +175,11 @@ class PagePool:
         pages = [slot // page_size for slot in self._free[: -count - 1 : -1]]
         del self._free[-count:]
         self._change(PageEventKind.ALLOCATED, pages, owners, delta=1, state=ACTIVE)
-        now, born, used, mine = self.now_ms, self._born, self._used, self._owners
-        for page, owner in zip(pages, owners, strict=True):
-            born[page] = used[page] = now
-            mine[page] = owner
+        if self.events.is_kept:  # else nobody asks for these
+            now, born, used, mine = self.now_ms, self._born, self._used, self._owners
+            for page, owner in zip(pages, owners, strict=True):
+                born[page] = used[page] = now
+                mine[page] = owner
         return pages
 
     def share(self, pages: Sequence[int], owner: int, is_hit: bool) -> list[int]:
@@ -197,8 +198,9 @@ class PagePool:
             self._change(PageEventKind.REVIVED, revived, owners, delta=1, state=ACTIVE, tag=tag)
             for page in revived:
                 self._owners[page] = owner
-        for page in pages:
-            used[page] = now
+        if self.events.is_kept:
+            for page in pages:
+                used[page] = now
         if is_hit:
             hits = self._hits
             for page in pages:
@@ -217,8 +219,9 @@ class PagePool:
         self._change(PageEventKind.RELEASED, pages, self._same(owner, pages), delta=-1)
         self.sharing.lost(in_token_order)
         refs, flags, used, now = self._refs, self._flags, self._used, self.now_ms
-        for page in pages:
-            used[page] = now
+        if self.events.is_kept:
+            for page in pages:
+                used[page] = now
         unused = [page for page in pages if not refs[page]]
         kept = [page for page in unused if flags[page] & SEALED]
         pinned = [page for page in kept if flags[page] & PINNED]
@@ -258,16 +261,12 @@ class PagePool:
                 self.seal(page, parent, mark, owner, raw[at * size : (at + 1) * size])
                 parent = page
             return
-        other: int = NO_PAGE if parent is None else parent
         assert parent is None or self._flags[parent] & SEALED, f"parent {parent} of {pages} is not sealed"
-        for page, mark in zip(pages, fingerprints, strict=True):
+        for page in pages:
             assert self._states[page] == ACTIVE, f"page {page} sealed in state {self._states[page]}"
             assert not self._flags[page], f"page {page} sealed with flags {self._flags[page]}"
             self._flags[page] = SEALED
-            self._parents[page] = other
-            self._fingerprints[page] = mark
             self._hits[page] = 0
-            other = page
         self._change(PageEventKind.SEALED, pages, (owner,))
 
     def unseal(self, pages: Sequence[int], owners: Sequence[int]) -> None:

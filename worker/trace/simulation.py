@@ -8,8 +8,9 @@ had; a sequence ends after as many tokens as it did then.
 import heapq
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import chain, repeat
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, count, repeat
 
 from worker.ids import SequenceId
 from worker.pages.page_cache import CacheConfig
@@ -22,19 +23,53 @@ from worker.scheduling.step import Step, StepResult
 from worker.trace.counts import Counts, Setting
 from worker.trace.step_time import StepTime
 from worker.trace.warm_start import fill_cache
-from worker.trace.workload import (
-    Limits,
-    Trace,
-    TraceRequest,
-    output_units,
-    prompt_units,
-    sequence_tokens,
-)
+from worker.trace.workload import Limits, Trace, TraceRequest, output_units, prompt_units, sequence_tokens
 
 LOOK_STEPS = 64  # between two looks at waste and progress
 STOP_TOKEN = (
     0xFFFFFFFE  # ends a sample before its longest sibling; the last token has no KV, so it may be any
 )
+
+
+_STOPS = frozenset((STOP_TOKEN,))
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request in units, with the ids that stand for its tokens; the same for all settings."""
+
+    request: TraceRequest
+    prompt: "array[int]"  # 'I'
+    outputs: Sequence["array[int]"]  # one per sample
+    params: SamplingParams
+
+
+def prepare(trace: Trace, resolution: int = 1) -> list[Prepared]:
+    """All requests of a trace in units of ``resolution`` tokens."""
+    if trace.granularity % resolution:
+        text = f"does not divide keys at every {trace.granularity} tokens"
+        raise ValueError(f"a resolution of {resolution} tokens {text}")
+    return [_prepared(trace, request, resolution) for request in trace.requests]
+
+
+def _prepared(trace: Trace, request: TraceRequest, resolution: int) -> Prepared:
+    num_prompt = prompt_units(request, resolution)
+    lengths = [output_units(request, sample, resolution) for sample in range(len(request.outputs))]
+    longest = max(1, *lengths)
+    whole = [
+        sequence_tokens(
+            request, sample, num_prompt + length, granularity=trace.granularity, resolution=resolution
+        )
+        for sample, length in enumerate(lengths)
+    ]
+    outputs = [tokens[num_prompt:] for tokens in whole]
+    for own in outputs:
+        if 0 < len(own) < longest:
+            own[-1] = STOP_TOKEN
+    stops = _STOPS if len(outputs) > 1 else frozenset[int]()
+    return Prepared(
+        request, whole[0][:num_prompt], outputs, SamplingParams(max_tokens=longest, stop_token_ids=stops)
+    )
 
 
 class Cancelled(Exception):
@@ -45,7 +80,8 @@ class Simulation:
     """One setting. Run once. ``progress`` is told the virtual time now and then; False: give up.
 
     ``resolution``: tokens of one unit, a divisor of the trace's granularity and of the page size. Inside,
-    all lengths are units; a step with sequences that decode stands for as many real ones.
+    all lengths are units; a step with sequences that decode stands for as many real ones. ``prepared``: of
+    the same trace and resolution, where several settings are run.
     """
 
     def __init__(
@@ -55,12 +91,13 @@ class Simulation:
         step_time: StepTime,
         *,
         resolution: int = 1,
+        prepared: Sequence[Prepared] | None = None,
         count_from: float = 0.0,
         progress: Callable[[float], bool] = lambda seconds: True,
     ) -> None:
-        if setting.page_size % resolution or trace.granularity % resolution:
-            text = f"pages of {setting.page_size} tokens, keys of {trace.granularity}"
-            raise ValueError(f"a resolution of {resolution} tokens does not divide {text}")
+        if setting.page_size % resolution:
+            text = f"does not divide pages of {setting.page_size}"
+            raise ValueError(f"a resolution of {resolution} tokens {text}")
         self.counts = Counts(setting, resolution)
         self.scheduler = Scheduler(scheduler_config(trace.limits, setting, resolution))
         self._trace = trace
@@ -71,7 +108,7 @@ class Simulation:
         self._now = 0.0
         self._device_free = 0.0
         self._in_flight: deque[tuple[Step, float]] = deque()
-        self._waiting = deque(trace.requests)
+        self._waiting = deque(prepare(trace, resolution) if prepared is None else prepared)
         self._tokens: dict[int, Iterator[int]] = {}  # what each live sequence will put out
         self._excess: dict[int, int] = {}  # tokens that the last unit of a prompt does not have, by sample 0
         self._whole: set[int] = set()  # live ones whose end is known
@@ -101,7 +138,7 @@ class Simulation:
     def _arrive(self) -> None:
         """Hands over what came up to now, and ends what was ended from outside."""
         waiting, now = self._waiting, self._now
-        while waiting and waiting[0].arrival <= now:
+        while waiting and waiting[0].request.arrival <= now:
             self._add(waiting.popleft())
         if self._cuts and self._cuts[0][0] <= now:
             due = []
@@ -109,18 +146,14 @@ class Simulation:
                 due.append(heapq.heappop(self._cuts)[1])
             self.scheduler.abort(due, AbortReason.CLIENT, now)
 
-    def _add(self, request: TraceRequest) -> None:
-        first, samples = self._next_id, range(len(request.outputs))
-        self._next_id += len(samples)
-        lengths = [output_units(request, sample, self._resolution) for sample in samples]
-        longest = max(1, *lengths)
-        num_prompt = prompt_units(request, self._resolution)
-        tokens = [self._tokens_of(request, sample, num_prompt + lengths[sample]) for sample in samples]
+    def _add(self, coming: Prepared) -> None:
+        request, first = coming.request, self._next_id
+        self._next_id += len(coming.outputs)
         spec = RequestSpec(
             SequenceId(first),
-            tokens[0][:num_prompt],
-            SamplingParams(max_tokens=longest, stop_token_ids=_STOPS if len(samples) > 1 else frozenset()),
-            sample_count=len(samples),
+            coming.prompt,
+            coming.params,
+            sample_count=len(coming.outputs),
             priority=request.priority,
             cache_read=request.cache_read,
             cache_write=request.cache_write,
@@ -130,22 +163,14 @@ class Simulation:
             return
         if not request.is_counted:
             self._uncounted.add(first)
-        self._excess[first] = num_prompt * self._resolution - request.num_prompt
-        for sample in samples:
-            own = tokens[sample][num_prompt:]
-            if not request.outputs[sample].is_cut:
-                self._whole.add(first + sample)
+        self._excess[first] = len(coming.prompt) * self._resolution - request.num_prompt
+        for sequence_id, own, output in zip(count(first), coming.outputs, request.outputs, strict=False):
+            if not output.is_cut:
+                self._whole.add(sequence_id)
             if not own:
-                end = request.outputs[sample].end
-                heapq.heappush(self._cuts, (self._now if end is None else end, first + sample))
-            elif len(own) < longest:
-                own[-1] = STOP_TOKEN
+                heapq.heappush(self._cuts, (self._now if output.end is None else output.end, sequence_id))
             # A step that was launched before the end was seen asks for one more.
-            self._tokens[first + sample] = chain(own, repeat(0))
-
-    def _tokens_of(self, request: TraceRequest, sample: int, total: int) -> "array[int]":
-        granularity = self._trace.granularity
-        return sequence_tokens(request, sample, total, granularity=granularity, resolution=self._resolution)
+            self._tokens[sequence_id] = chain(own, repeat(0))
 
     def _is_accepted(self, spec: RequestSpec) -> bool:
         return self.scheduler.add(spec, self._now).status == AddStatus.ACCEPTED
@@ -208,7 +233,7 @@ class Simulation:
 
     def _skip(self) -> bool:
         """Nothing can run: on to when something happens; False: nothing will."""
-        times = [self._waiting[0].arrival] if self._waiting else []
+        times = [self._waiting[0].request.arrival] if self._waiting else []
         times += [self._cuts[0][0]] if self._cuts else []
         if not times:
             return False
@@ -222,9 +247,6 @@ class Simulation:
         self._looked = self._now
         if not self._progress(self._now):
             raise Cancelled
-
-
-_STOPS = frozenset((STOP_TOKEN,))
 
 
 def scheduler_config(limits: Limits, setting: Setting, resolution: int = 1) -> SchedulerConfig:

@@ -21,7 +21,7 @@ from worker.trace.counts import Counts, Setting
 from worker.trace.loading import Loaded, load
 from worker.trace.mooncake import ASSUMED_STEP, BadTrace
 from worker.trace.observed import Observed
-from worker.trace.simulation import Simulation
+from worker.trace.simulation import Simulation, prepare
 from worker.trace.step_time import StepTime
 from worker.trace.workload import Trace
 
@@ -105,6 +105,7 @@ def answer(
     """Runs the settings one after the other. ``progress``: settings done and share of the one that runs."""
     resolution = resolution_of(question)
     seconds = max(question.trace.seconds, 1e-9)
+    prepared = prepare(question.trace, resolution)
     for number, setting in enumerate(question.settings):
 
         def tell(now: float, number: int = number) -> bool:
@@ -115,6 +116,7 @@ def answer(
             setting,
             question.step_time,
             resolution=resolution,
+            prepared=prepared,
             count_from=question.warmup_seconds,
             progress=tell,
         ).run()
