@@ -160,9 +160,16 @@ def test_the_slo_is_an_edge_of_the_histogram_as_it_is_written() -> None:
             assert edge == str(float(edge)), "Prometheus compares the text of the edge"
 
 
+def targets_of(job: dict[str, Any]) -> list[str]:
+    [path] = job["file_sd_configs"][0]["files"]
+    [group] = yaml.safe_load((FOLDER / path).read_text())
+    targets: list[str] = group["targets"]
+    return targets
+
+
 def test_jobs_and_ports_are_those_of_the_processes() -> None:
     config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
-    targets = {each["job_name"]: each["static_configs"][0]["targets"] for each in config["scrape_configs"]}
+    targets = {each["job_name"]: targets_of(each) for each in config["scrape_configs"]}
     worker = WorkerConfig()
     assert targets == {
         "kvatlas-service": [ServiceConfig().metrics_address],

@@ -1,0 +1,27 @@
+# The service, and the command line that fetches models. No torch: the last step of the build proves it.
+FROM python:3.11.13-slim-bookworm AS build
+WORKDIR /src
+RUN python -m venv /opt/kvatlas
+COPY pyproject.toml README.md LICENSE ./
+COPY protos ./protos
+COPY service ./service
+COPY worker ./worker
+COPY kernels ./kernels
+COPY dashboard ./dashboard
+RUN /opt/kvatlas/bin/pip install --no-cache-dir '.[service,cli,hub,tracing]' \
+ && /opt/kvatlas/bin/python -c "import importlib.util as u; assert u.find_spec('torch') is None"
+
+FROM python:3.11.13-slim-bookworm
+RUN groupadd --gid 10001 kvatlas \
+ && useradd --uid 10001 --gid 10001 --create-home kvatlas \
+ && install -d -o kvatlas -g kvatlas -m 0700 /models /run/kvatlas
+COPY --from=build /opt/kvatlas /opt/kvatlas
+ENV PATH=/opt/kvatlas/bin:/usr/local/bin:/usr/bin:/bin \
+    HOME=/home/kvatlas \
+    KVATLAS_CACHE=/models \
+    HF_HOME=/models \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+USER 10001:10001
+WORKDIR /home/kvatlas
+ENTRYPOINT ["python", "-m", "service"]
