@@ -1,0 +1,89 @@
+"""Downloads of recordings: whole, in order, and on from where they broke off."""
+
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvatlas.cli.record import state_of
+from kvatlas.client.errors import KvatlasError, Unavailable
+from kvatlas.client.recordings import Recorder
+from kvatlas.v1 import server_pb2 as pb
+from kvatlas.v1 import server_pb2_grpc
+
+DATA = bytes(range(256)) * 40
+PIECE = 1000
+
+
+class Breaking(server_pb2_grpc.AdminServiceServicer):
+    """Sends so many pieces of each call, then breaks; `broken` calls break, those after them do not."""
+
+    def __init__(self, pieces: int, broken: int) -> None:
+        self.pieces = pieces
+        self.broken = broken
+        self.first_bytes: list[int] = []
+
+    def GetRecording(
+        self, request: pb.GetRecordingRequest, context: Any
+    ) -> Iterator[pb.GetRecordingResponse]:
+        self.first_bytes.append(request.first_byte)
+        left = self.pieces if len(self.first_bytes) <= self.broken else len(DATA)
+        info = pb.RecordingInfo(recording_id="r1", byte_count=len(DATA))
+        for number, at in enumerate(range(request.first_byte, len(DATA), PIECE)):
+            if number == left:
+                context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+            yield pb.GetRecordingResponse(
+                first_byte=at, data=DATA[at : at + PIECE], recording=None if number else info
+            )
+
+
+@pytest.fixture
+def serve() -> Iterator[Any]:
+    """Starts a server around a servicer; its address."""
+    servers: list[grpc.Server] = []
+
+    def start(servicer: Breaking) -> str:
+        server = grpc.server(futures.ThreadPoolExecutor(2))
+        server_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        servers.append(server)
+        return f"127.0.0.1:{port}"
+
+    yield start
+    for server in servers:
+        server.stop(None).wait()
+
+
+def test_a_download_that_breaks_off_goes_on_where_it_stood(serve: Any, tmp_path: Path) -> None:
+    servicer = Breaking(pieces=3, broken=2)
+    told: list[tuple[int, int]] = []
+    with Recorder(serve(servicer)) as recorder:
+        info = recorder.download(
+            "", tmp_path / "file", on_progress=lambda done, total: told.append((done, total))
+        )
+    assert (tmp_path / "file").read_bytes() == DATA
+    assert servicer.first_bytes == [0, 3 * PIECE, 6 * PIECE]
+    assert info.recording_id == "r1"
+    assert told[-1] == (len(DATA), len(DATA))
+
+
+def test_one_that_never_gets_on_is_given_up(serve: Any, tmp_path: Path) -> None:
+    servicer = Breaking(pieces=0, broken=1000)
+    with Recorder(serve(servicer)) as recorder, pytest.raises(Unavailable, match="gone"):
+        recorder.download("r1", tmp_path / "file")
+    assert len(servicer.first_bytes) == 1, "nothing was known of it yet"
+
+
+def test_a_server_without_admin_service_says_so(serve: Any) -> None:
+    with Recorder(serve(Breaking(0, 0))) as recorder, pytest.raises(KvatlasError) as failed:
+        recorder.list()
+    assert failed.value.code == "UNIMPLEMENTED"
+
+
+@pytest.mark.parametrize(("cause", "word"), [(0, "running"), (1, "stopped"), (5, "disk"), (7, "lost")])
+def test_an_end_is_told_in_a_word(cause: int, word: str) -> None:
+    assert state_of(pb.RecordingInfo(end_cause=cause)) == word  # type: ignore[arg-type]
