@@ -19,7 +19,7 @@ FOLDER = Path(__file__).with_name("images")
 SIZES = {"desk": (1440, 900), "phone": (390, 844)}
 GROUNDS = ("dark", "light")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-COLOURS = 192  # of a picture: flat surfaces need no more, and the files are a third of the size
+COLOURS = 256  # of a picture: flat surfaces need no more, and the files are a third of the size
 LOAD_MS = 60_000
 
 

@@ -115,7 +115,7 @@ export class Painter {
       }
     }
     if (view.grid) this.drawGrid(grid, colours, [left, right, top, bottom]);
-    if (size >= NUMBER_CELL) this.drawNumbers(planes, grid, [left, right, top, bottom]);
+    if (size >= NUMBER_CELL && grid.zoom > 1) this.drawNumbers(planes, grid, [left, right, top, bottom]);
   }
 
   drawNotch(x, y, size, colours) {
