@@ -18,6 +18,8 @@ from dashboard.live_pages import Follower, LivePages
 MIN_HZ, MAX_HZ, DEFAULT_HZ = 0.2, 30.0, 10.0
 TICK_SECONDS = 1.0
 HEARTBEAT_SECONDS = 1.0
+STATUS_SECONDS = 0.25  # at most, until a change of status is told
+POLL_SECONDS = 0.02  # between two looks for news: a frame goes out as soon as there is something to tell
 
 Frame = bytes | str
 
@@ -55,12 +57,24 @@ class Viewer:
         self._woken.set()
 
     async def pause(self) -> None:
-        """Until the next frame may go, or a wish came."""
+        """Until there is news, but no sooner than the rate allows; a wish is news, and so is silence."""
         self._woken.clear()
-        try:
-            await asyncio.wait_for(self._woken.wait(), 1.0 / self._hz)
-        except TimeoutError:
+        now = time.monotonic()
+        soonest, latest = self._last_frame + 1.0 / self._hz, now + max(STATUS_SECONDS, 1.0 / self._hz)
+        while True:
+            wait = min(max(POLL_SECONDS, soonest - now), max(POLL_SECONDS, latest - now))
+            try:
+                await asyncio.wait_for(self._woken.wait(), wait)
+            except TimeoutError:
+                now = time.monotonic()
+                if now >= latest or (now >= soonest and self._has_news()):
+                    return
+                continue
             return
+
+    def _has_news(self) -> bool:
+        follower = self._pages.follower(self._worker_id)
+        return self._past_ms is None and follower is not None and follower.live_map.revision != self._seen
 
     async def frames(self) -> AsyncIterator[Frame]:
         """What there is to tell now."""
@@ -96,11 +110,13 @@ class Viewer:
             async for part in _in_thread(parts):
                 yield part
             self._last_frame = time.monotonic()
-        elif len(change.page_ids) or time.monotonic() - self._last_frame >= HEARTBEAT_SECONDS:
-            self._seen, self._last_frame = change.revision, time.monotonic()
-            yield frames.delta(
-                change.revision, change.clock_ms, change.page_ids, change.columns, is_wide=live.is_wide
-            )
+        else:
+            self._seen = change.revision
+            if len(change.page_ids) or time.monotonic() - self._last_frame >= HEARTBEAT_SECONDS:
+                self._last_frame = time.monotonic()
+                yield frames.delta(
+                    change.revision, change.clock_ms, change.page_ids, change.columns, is_wide=live.is_wide
+                )
         if self._wants_lists:
             with live.lock:
                 is_all, owners, page_lists = live.lists_since(self._seen_lists)
