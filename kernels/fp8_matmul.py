@@ -69,7 +69,8 @@ def fp8_matmul(
     shape = launch or choose_launch(num_rows, out_features, in_features)
     tiles = triton.cdiv(out_features, shape.outputs)
     rows = max(16, triton.next_power_of_2(num_rows))
-    sums, arrived = _scratch(x.device, shape.parts * rows * tiles * shape.outputs, tiles)
+    num_sums = shape.parts * rows * tiles * shape.outputs if shape.parts > 1 else 0
+    sums, arrived = _scratch(x.device, num_sums, tiles)
     per_part = triton.cdiv(triton.cdiv(in_features, shape.block), shape.parts) * shape.block
     _fp8_kernel[(tiles, shape.parts)](
         x,
