@@ -67,7 +67,7 @@ def _version(name: str) -> str:
 
 def _module_name() -> str:
     spec = sys.modules["__main__"].__spec__
-    return spec.name if spec is not None else sys.argv[0]
+    return spec.name.removesuffix(".__main__") if spec is not None else sys.argv[0]
 
 
 def _commit() -> str:
