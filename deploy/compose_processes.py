@@ -248,12 +248,13 @@ def _ports(text: str) -> set[str]:
 
 
 def _substituted(text: str, variables: Mapping[str, str]) -> str:
-    return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: variables.get(match[1], match[2]), text)
+    return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: variables.get(found[1], str(found[2])), text)
 
 
 def _dockerfile(said: Mapping[str, Any]) -> str:
     """The last stage of the service's Dockerfile, continued lines joined."""
-    text = (ROOT / said["build"]["dockerfile"]).read_text().replace("\\\n", " ")
+    path: str = said["build"]["dockerfile"]
+    text = (ROOT / path).read_text().replace("\\\n", " ")
     return text[text.rindex("\nFROM ") :]
 
 

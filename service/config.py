@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvatlas.settings import ConfigError, Reader, as_toml, option, range_faults, socket_folder
 
@@ -27,6 +28,18 @@ class ServiceConfig:
         "", "admin listener: host:port of the loopback, or unix:/path of mode 0600; empty: none"
     )
     insecure: bool = option(False, "allow plaintext on an address that is not loopback")
+    auth_file: str = option(
+        "",
+        "TOML file of who may call, mode 0600, read again when it changes; empty: everybody",
+        metavar="FILE",
+    )
+    tls_certificate: str = option("", "PEM chain of the listeners; empty: plaintext", metavar="FILE")
+    tls_key: str = option("", "PEM key of the certificate", metavar="FILE")
+    tls_client_ca: str = option(
+        "",
+        "PEM of who signs clients' certificates; with it every client must show one (mTLS)",
+        metavar="FILE",
+    )
     metrics_address: str = option("127.0.0.1:9101", "host:port of /metrics, /healthz, /readyz; empty: none")
     workers: tuple[str, ...] = option(
         (),
@@ -92,12 +105,16 @@ class ServiceConfig:
         if not self.address.startswith("unix:"):
             faults += _address_faults("address", self.address)
             host = self.address.rpartition(":")[0].strip("[]")
-            if host not in LOOPBACK_HOSTS and not self.insecure:
+            if host not in LOOPBACK_HOSTS and not self.tls_certificate and not self.insecure:
                 faults.append(f"address: {self.address} is plaintext and not loopback; --insecure allows it")
         if self.admin_address and not self.admin_address.startswith("unix:"):
             faults += _address_faults("admin_address", self.admin_address)
-            if self.admin_address.rpartition(":")[0].strip("[]") not in LOOPBACK_HOSTS:
-                faults.append(f"admin_address: {self.admin_address} is plaintext and not loopback")
+            is_local = self.admin_address.rpartition(":")[0].strip("[]") in LOOPBACK_HOSTS
+            if not is_local and not self.tls_client_ca:
+                faults.append(
+                    f"admin_address: {self.admin_address} is not loopback and asks for no certificate"
+                )
+        faults += self._tls_faults()
         if self.metrics_address:
             faults += _address_faults("metrics_address", self.metrics_address)
         for worker in self.workers:
@@ -115,6 +132,18 @@ class ServiceConfig:
                 faults.append(f"{name}: edges must grow")
         if faults:
             raise ConfigError("; ".join(faults))
+
+    def _tls_faults(self) -> list[str]:
+        faults = []
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            faults.append("tls_certificate and tls_key: one without the other")
+        if self.tls_client_ca and not self.tls_certificate:
+            faults.append("tls_client_ca: needs tls_certificate")
+        for name in ("auth_file", "tls_certificate", "tls_key", "tls_client_ca"):
+            path = getattr(self, name)
+            if path and not Path(path).is_file():
+                faults.append(f"{name}: no file {path!r}")
+        return faults
 
     @property
     def worker_addresses(self) -> tuple[str, ...]:

@@ -195,6 +195,20 @@ def worker_id_required(worker_ids: Sequence[str]) -> Failure:
     return Failure(grpc.StatusCode.FAILED_PRECONDITION, "WORKER_ID_REQUIRED", message, metadata)
 
 
+# UNAUTHENTICATED, PERMISSION_DENIED
+
+
+def bad_credentials() -> Failure:
+    """No credential, or one that is nobody's: which of both is not told."""
+    return Failure(grpc.StatusCode.UNAUTHENTICATED, "BAD_CREDENTIALS", "no valid credentials")
+
+
+def missing_scope(scope: str) -> Failure:
+    """The caller is known and may not do this."""
+    message = f"needs the scope {scope}"
+    return Failure(grpc.StatusCode.PERMISSION_DENIED, "MISSING_SCOPE", message, {"scope": scope})
+
+
 # UNAVAILABLE, RESOURCE_EXHAUSTED
 
 

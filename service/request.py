@@ -328,7 +328,12 @@ class Call:
     request_id: str = ""
     principal: str = ""
     tenant: str = ""
+    scopes: frozenset[str] | None = None  # None: no credentials are asked for, everything is allowed
     code: str = "OK"  # name of the status that the guard gave
+
+    def may(self, scope: str) -> bool:
+        """Whether the caller has that scope."""
+        return self.scopes is None or scope in self.scopes
 
 
 current_call: ContextVar[Call] = ContextVar("current_call")

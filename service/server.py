@@ -26,6 +26,7 @@ from kvatlas.v1 import (
 )
 from service import errors, health
 from service.admission import Admission
+from service.auth import Authenticator, AuthFileError
 from service.config import ConfigError, ServiceConfig
 from service.fleet.codec import WorkerFacts
 from service.fleet.mirror_metrics import MirrorCollector
@@ -50,6 +51,7 @@ from service.telemetry import Telemetry
 from service.text.chat import ChatTemplate
 from service.text.threads import TextThreads
 from service.text.tokenizer import Tokenizer
+from service.tls import TlsFiles, server_credentials
 from service.version import VERSION
 
 if TYPE_CHECKING:
@@ -86,6 +88,8 @@ class Service:
             itl_buckets=config.itl_buckets,
             e2e_buckets=config.e2e_buckets,
         )
+        self._auth = _authenticator(config)
+        self._auth_task: asyncio.Task[None] | None = None
         self._threads = TextThreads()
         self._loop = loop
         self._config = config
@@ -131,14 +135,19 @@ class Service:
         options = server_options(processes=config.processes, behind_balancer=config.behind_balancer)
         log.info("event=options %s", " ".join(f"{name}={value}" for name, value in options))
         telemetry = Telemetry(self.backstage.metrics, access_log=config.access_log)
-        guard = Guard(default_deadline=config.default_deadline, max_deadline=config.max_deadline)
+        guard = Guard(
+            default_deadline=config.default_deadline,
+            max_deadline=config.max_deadline,
+            checks=(self._auth.check,) if self._auth is not None else (),
+        )
+        credentials = _credentials(config)
         self._server = grpc.aio.server(interceptors=(telemetry, guard), options=options)
         self._add_services(self._server)
-        self.port = _listen(self._server, config.address)
+        self.port = _listen(self._server, config.address, credentials)
         if config.admin_address:
             self._admin = grpc.aio.server(interceptors=(telemetry, guard), options=options)
             self._add_admin(self._admin)
-            self.admin_port = _listen(self._admin, config.admin_address)
+            self.admin_port = _listen(self._admin, config.admin_address, credentials)
         await self._start_ops()
         self.backstage.pool.watch(self._refresh_health)
         self.backstage.pool.open()
@@ -146,6 +155,8 @@ class Service:
         if self._admin is not None:
             await self._admin.start()
         self.backstage.board.set(health.PROCESS, is_serving=True)
+        if self._auth is not None:
+            self._auth_task = asyncio.ensure_future(self._auth.keep_up())
         self._tick()
         log.info(
             "event=listening address=%s port=%d metrics_port=%d", config.address, self.port, self.metrics_port
@@ -260,6 +271,8 @@ class Service:
     def _close(self) -> None:
         if self._health_timer is not None:
             self._health_timer.cancel()
+        if self._auth_task is not None:
+            self._auth_task.cancel()
         self._mirrors.close()
         self.backstage.pool.close()
         self._ops.close()
@@ -280,10 +293,37 @@ def _tracing(config: ServiceConfig) -> "Tracing | None":
     return Tracing(config.otlp_endpoint, ratio=config.trace_ratio, instance=config.instance, version=VERSION)
 
 
-def _listen(server: grpc.aio.Server, address: str) -> int:
+def _authenticator(config: ServiceConfig) -> Authenticator | None:
+    if not config.auth_file:
+        return None
+    try:
+        auth = Authenticator(Path(config.auth_file))
+    except AuthFileError as error:
+        raise ConfigError(f"auth_file: {error}") from None
+    if auth.principals.need_certificates and not config.tls_client_ca:
+        raise ConfigError(
+            "auth_file: a principal has a certificate (san) and no token, which needs tls_client_ca"
+        )
+    return auth
+
+
+def _credentials(config: ServiceConfig) -> grpc.ServerCredentials | None:
+    """TLS as configured; None: plaintext. Raises ListenError."""
+    if not config.tls_certificate:
+        return None
+    ca = Path(config.tls_client_ca) if config.tls_client_ca else None
+    try:
+        return server_credentials(TlsFiles(Path(config.tls_certificate), Path(config.tls_key), ca))
+    except (OSError, ValueError) as error:
+        raise ListenError(f"tls_certificate, tls_key: {error}") from error
+
+
+def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
     # A socket file is for its owner only, from the moment on that it exists.
     before = os.umask(0o177) if address.startswith("unix:") else None
     try:
+        if credentials is not None and not address.startswith("unix:"):
+            return server.add_secure_port(address, credentials)
         return server.add_insecure_port(address)
     except RuntimeError as error:
         raise ListenError(f"address {address} cannot be listened on: {error}") from error

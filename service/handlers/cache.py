@@ -47,9 +47,9 @@ MIN_HEARTBEAT_SECONDS, MAX_HEARTBEAT_SECONDS = 1.0, 60.0
 """Of WatchPageMap."""
 
 
-def everyone_is_admin(call: Call) -> Viewer:
-    """Who looks while the server knows no credentials: whoever reaches the port sees everything."""
-    return Viewer(call.tenant, is_admin=True)
+def viewer_of_call(call: Call) -> Viewer:
+    """Who looks; where no credentials are asked for, whoever reaches the port sees everything."""
+    return Viewer(call.tenant, is_admin=call.may("admin"))
 
 
 class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
@@ -59,7 +59,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self,
         backstage: Backstage,
         mirrors: PageMirrors,
-        viewer_of: Callable[[Call], Viewer] = everyone_is_admin,
+        viewer_of: Callable[[Call], Viewer] = viewer_of_call,
     ) -> None:
         self._backstage = backstage
         self._mirrors = mirrors

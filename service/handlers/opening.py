@@ -42,6 +42,8 @@ class Opening:
         limits = (known.vocab_size, backstage.max_samples(known)) if known is not None else (1 << 32,)
         if found := [*validate.generation(spec, *limits), *faults]:
             raise errors.invalid_fields(found)
+        if spec.scheduling.priority > 0 and not call.may("priority"):
+            raise errors.missing_scope("priority")
         facts = backstage.facts_of(spec.model)
         request = convert.request_from(spec, call, facts.model.defaults)
         if request.constraint is not None and "constraints" not in facts.features:
