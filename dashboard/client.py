@@ -151,7 +151,8 @@ class _Call:
 class ServiceSource:
     """A service by its address. Thread-safe. `read_token` is asked at each call: a new one counts at once."""
 
-    def __init__(self, address: str, read_token: Callable[[], str] = str) -> None:
+    def __init__(self, address: str, read_token: Callable[[], str] = str, server_ca: bytes = b"") -> None:
+        self._server_ca = server_ca  # PEM; empty: plaintext
         self._address = address
         self._read_token = read_token
         self._channels: dict[int, grpc.Channel] = {}
@@ -255,7 +256,13 @@ class ServiceSource:
             key = id(service_config)
             if key not in self._channels:
                 options = [*channel_options(service_config), *patience]
-                self._channels[key] = grpc.insecure_channel(self._address, options)
+                self._channels[key] = (
+                    grpc.secure_channel(
+                        self._address, grpc.ssl_channel_credentials(self._server_ca), options
+                    )
+                    if self._server_ca
+                    else grpc.insecure_channel(self._address, options)
+                )
             return self._channels[key]
 
     def _cache(self) -> Any:

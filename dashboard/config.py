@@ -31,6 +31,9 @@ class DashboardConfig:
     admin_server: str = option(
         "", "address of AdminService, to save the last minutes as a recording; empty: not offered"
     )
+    server_ca: str = option(
+        "", "PEM of who signed the service's certificate: TLS; empty: plaintext", metavar="FILE"
+    )
     grafana_url: str = option("", "where Grafana is, for links; empty: no links", metavar="URL")
     demo: bool = option(False, "show a simulated pool; no server is asked")
     demo_pages: int = option(4096, "pages of the simulated pool", low=64, high=1 << 21)
@@ -54,6 +57,8 @@ class DashboardConfig:
             faults.append(f"listen: {self.listen!r} is not host:port")
         if self.token_file and not Path(self.token_file).is_file():
             faults.append(f"token_file: no file {self.token_file!r}")
+        if self.server_ca and not Path(self.server_ca).is_file():
+            faults.append(f"server_ca: no file {self.server_ca!r}")
         if faults:
             raise ConfigError("; ".join(faults))
 
@@ -85,6 +90,10 @@ class DashboardConfig:
     def read_token(self) -> str:
         """The token, or "". Read again for each new channel, so that it can be replaced."""
         return Path(self.token_file).read_text().strip() if self.token_file else ""
+
+    def read_server_ca(self) -> bytes:
+        """Authorities that the service's certificate may be of; empty: plaintext."""
+        return Path(self.server_ca).read_bytes() if self.server_ca else b""
 
     def printable(self) -> str:
         """One line per setting, as a TOML file that gives this config again."""

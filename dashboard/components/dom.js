@@ -31,15 +31,19 @@ export function choice(label, names, pressed, onPick) {
   return { group, press, buttons };
 }
 
+const darkness = new Map(); // by colour as it is written
+
 // Whether the page's ground is dark, whatever the theme is called.
 export function isDark(node) {
   const host = node.host ?? node;
   const colour = getComputedStyle(host).getPropertyValue("--st-background-color").trim() || "#ffffff";
-  const probe = document.createElement("canvas").getContext("2d");
-  probe.fillStyle = colour;
-  const hex = probe.fillStyle;
-  const [r, g, b] = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
-  return r * 0.3 + g * 0.59 + b * 0.11 < 128;
+  if (!darkness.has(colour)) {
+    const probe = document.createElement("canvas").getContext("2d");
+    probe.fillStyle = colour; // reads every way to write a colour, and tells it as #rrggbb
+    const [r, g, b] = [1, 3, 5].map((at) => parseInt(probe.fillStyle.slice(at, at + 2), 16));
+    darkness.set(colour, r * 0.3 + g * 0.59 + b * 0.11 < 128);
+  }
+  return darkness.get(colour);
 }
 
 // Fits a canvas to its box; true when its size changed. Device pixels.
