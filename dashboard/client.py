@@ -257,9 +257,7 @@ class ServiceSource:
             if key not in self._channels:
                 options = [*channel_options(service_config), *patience]
                 self._channels[key] = (
-                    grpc.secure_channel(
-                        self._address, grpc.ssl_channel_credentials(self._server_ca), options
-                    )
+                    grpc.secure_channel(self._address, grpc.ssl_channel_credentials(self._server_ca), options)
                     if self._server_ca
                     else grpc.insecure_channel(self._address, options)
                 )

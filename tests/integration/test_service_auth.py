@@ -20,6 +20,8 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from dashboard.client import ServiceSource
+from kvatlas.client.errors import KvatlasError
 from kvatlas.v1 import (
     cache_pb2,
     cache_pb2_grpc,
@@ -92,11 +94,12 @@ def make_authority(folder: Path, name: str = "ca") -> None:
 
 @dataclass
 class Deployment:
-    """One worker, a plain service on the loopback, and one with mTLS; both with the same auth file."""
+    """One worker; services in plaintext, with mTLS and with TLS; all with the same auth file."""
 
     folder: Path
     plain: str = ""
-    secure: str = ""
+    secure: str = ""  # asks for certificates
+    tls: str = ""  # asks for tokens
     metrics: str = ""
 
     @property
@@ -183,11 +186,13 @@ def deployment(tmp_path_factory: pytest.TempPathFactory, wait_until: Any) -> Ite
         made.start("worker", *worker),
         made.start("plain", *service, "--metrics-address", "127.0.0.1:0"),
         made.start("secure", *service, *tls),
+        made.start("tls", *service, *tls[:4], "--metrics-address", "", "--instance-id", "tls"),
     ]
     try:
-        wait_until(lambda: made.log().count("event=listening address=") == 2, "both services", 40)
+        wait_until(lambda: made.log().count("event=listening address=") == 3, "the services", 40)
         made.plain, made.metrics = listening(folder / "plain.log")
         made.secure, _ = listening(folder / "secure.log")
+        made.tls, _ = listening(folder / "tls.log")
         with made.client("operator") as client:
             wait_until(lambda: not refusal(client.look) and not refusal(client.generate), "a map", 40)
         yield made
@@ -307,6 +312,19 @@ def test_a_certificate_of_another_authority_is_refused(deployment: Deployment) -
     make_certificate(deployment.folder, "forged", "team-a.test", ca="foreign")
     with deployment.secure_client("forged") as client:
         assert refusal(client.generate) == "UNAVAILABLE"
+
+
+def test_the_dashboard_looks_through_tls_with_a_token(deployment: Deployment) -> None:
+    ca = (deployment.folder / "ca.pem").read_bytes()
+    tokens = [TOKENS["operator"]]
+    source = ServiceSource(deployment.tls, lambda: tokens[0], ca)
+    try:
+        assert [worker.worker_id for worker in source.load()] == ["worker-0"]
+        tokens[0] = TOKENS["stranger"]
+        with pytest.raises(KvatlasError, match="no valid credentials"):
+            source.load()
+    finally:
+        source.close()
 
 
 def serial(deployment: Deployment) -> bytes:
