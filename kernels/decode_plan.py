@@ -93,9 +93,8 @@ def make_plan(
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     if chunk_scale is None:
-        # What _chunk_by_batch can list: four tiles a program, and one short chunk more for each span.
-        programs = max(one.programs_per_sm for one in (launch or FEW, launch or MANY)) * multiprocessors
-        capacity = 4 * programs // num_kv_heads + 2 * num_spans + 64
+        # What _chunk_by_batch can list: 16 tiles a multiprocessor, one short chunk more for each span.
+        capacity = 16 * multiprocessors // num_kv_heads + 2 * num_spans + 64
     else:
         capacity = num_spans * min(MAX_CHUNKS, -(-max_kv_len // (GRAIN * chunk_scale)))
     return DecodePlan(
@@ -121,7 +120,7 @@ def plan_decode(plan: DecodePlan, rows: Tensor, kv_lens: Tensor) -> None:
         plan.chunks,
         plan.num_chunks,
         num_spans,
-        plan.num_programs(num_spans),
+        plan.multiprocessors,
         GRAIN * (plan.chunk_scale or 0),
         SPANS=triton.next_power_of_2(max_spans),
         KV_HEADS=num_kv_heads,
@@ -135,13 +134,14 @@ def plan_decode(plan: DecodePlan, rows: Tensor, kv_lens: Tensor) -> None:
 
 
 @triton.jit
-def _chunk_by_batch(length, num_programs, KV_HEADS: tl.constexpr, GRAIN: tl.constexpr):
-    """Tokens of a chunk, so that all programs have work: half of them a tile while there are few tokens,
-    four tiles or whole sequences each where there are many. The last token of a span is not counted, so
-    padding, spans of one token, changes nothing.
+def _chunk_by_batch(length, multiprocessors, KV_HEADS: tl.constexpr, GRAIN: tl.constexpr):
+    """Tokens of a chunk: two tiles a multiprocessor while there are few tokens, 16 or tiles of 1,024 tokens
+    where there are many. The last token of a span is not counted, so padding, spans of one token, changes
+    nothing.
     """
-    share = tl.sum(tl.maximum(length - 1, 0).to(tl.int64), 0) * KV_HEADS // num_programs
-    chunk = tl.where(share <= 1024, tl.maximum(2 * share, 2 * GRAIN), tl.maximum(share // 4, 1024))
+    tokens = tl.sum(tl.maximum(length - 1, 0).to(tl.int64), 0) * KV_HEADS
+    half = tokens // (2 * multiprocessors)
+    chunk = tl.where(half <= 2048, tl.maximum(half, 2 * GRAIN), tl.maximum(half // 8, 1024))
     return chunk.to(tl.int32)
 
 
@@ -156,14 +156,14 @@ def _chunk_by_length(length, shortest, MAX_CHUNKS: tl.constexpr):
     return chunk
 
 
-@triton.jit(do_not_specialize=["num_spans", "num_programs", "shortest"])
+@triton.jit(do_not_specialize=["num_spans", "multiprocessors", "shortest"])
 def _plan_kernel(
     rows,
     kv_lens,
     chunks,
     num_chunks,
     num_spans,
-    num_programs,
+    multiprocessors,
     shortest,
     SPANS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -182,7 +182,7 @@ def _plan_kernel(
     length = tl.load(kv_lens + span, mask=real, other=0)
     row = tl.load(rows + span, mask=real, other=0)
     if BY_BATCH:
-        chunk = _chunk_by_batch(length, num_programs, KV_HEADS, GRAIN)
+        chunk = _chunk_by_batch(length, multiprocessors, KV_HEADS, GRAIN)
         chunk = tl.maximum(chunk, (length + MAX_CHUNKS - 1) // MAX_CHUNKS)
     else:
         chunk = _chunk_by_length(length, shortest, MAX_CHUNKS)
