@@ -5,9 +5,15 @@ from worker.execution.warm_steps import SMALLEST, warm_steps
 
 def test_prompts_alone_halve_from_the_largest_step_down() -> None:
     steps = warm_steps(max_step_tokens=500, max_running=4, row_width=128, dummy_row=4)
-    alone = [step for step in steps if step.num_decode == 0]
+    alone = [step for step in steps[:-1] if step.num_decode == 0]
     assert [sum(step.ends) - sum(step.starts) for step in alone] == [500, 250, 125, 62, 31]
     assert min(sum(step.ends) for step in alone) >= SMALLEST
+
+
+def test_one_step_is_the_end_of_the_longest_prompt() -> None:
+    steps = warm_steps(max_step_tokens=500, max_running=4, row_width=128, dummy_row=4)
+    ends = [step for step in steps if step.num_decode == 0 and step.starts[0] > 0]
+    assert [(list(step.starts), list(step.ends)) for step in ends] == [([64], [128])]
 
 
 def test_the_largest_and_the_smallest_step_also_come_with_decodes() -> None:
@@ -17,6 +23,12 @@ def test_the_largest_and_the_smallest_step_also_come_with_decodes() -> None:
     for step in mixed:
         lens = [end - start for start, end in zip(step.starts, step.ends, strict=True)]
         assert lens[: step.num_decode] == [1] * step.num_decode
+
+
+def test_the_last_step_is_a_piece_late_in_a_long_prompt() -> None:
+    """Its keys are split over programs, which takes kernels that no short prompt compiles."""
+    last = warm_steps(max_step_tokens=500, max_running=4, row_width=4096, dummy_row=4)[-1]
+    assert (list(last.starts), list(last.ends), last.num_decode) == ([3056], [3072], 0)
 
 
 def test_no_span_leaves_the_dummy_row() -> None:
