@@ -13,9 +13,15 @@ import pytest
 from kvatlas.cli.options import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = [ROOT / "kernels", ROOT / "worker", ROOT / "service", ROOT / "dashboard", ROOT / "protos" / "kvatlas"]
+PACKAGES = [
+    ROOT / "kernels",
+    ROOT / "worker",
+    ROOT / "service",
+    ROOT / "dashboard",
+    ROOT / "protos" / "kvatlas",
+]
 DOCUMENTS = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")],
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")],
     key=lambda path: str(path.relative_to(ROOT)),
 )
 # The two seed documents' own vocabulary is not ours; who reproduces them must speak it.

@@ -363,7 +363,9 @@ def test_a_new_certificate_is_used_and_a_broken_one_is_not_without_a_restart(
 def test_a_token_is_given_and_taken_without_a_restart_and_secrets_are_shown_nowhere(
     deployment: Deployment, wait_until: Any
 ) -> None:
-    """Tokens, old and new and wrong, and their digests: in no log, no metric, no status."""
+    """Tokens, old and new and wrong, their digests, and a prompt: in no log, no metric, no status."""
+    with deployment.client("team-a") as client:
+        client.generate()
     renewed = {name: TOKENS[name] for name in SCOPES} | {"team-b": "fresh-7c1aa0"}
     write_private(deployment.auth_file, auth_text(renewed))
     with deployment.client("team-b") as old, deployment.client("fresh-7c1aa0") as new:
@@ -380,5 +382,5 @@ def test_a_token_is_given_and_taken_without_a_restart_and_secrets_are_shown_nowh
     shown.append(f"{raised.value!r} {raised.value.trailing_metadata()}")
     assert "principal=team-a" in shown[0], "names are for the log"
     secrets = [*TOKENS.values(), "fresh-7c1aa0"]
-    for secret in (*secrets, *map(digest, secrets)):
+    for secret in (*secrets, *map(digest, secrets), PROMPT):
         assert not any(secret in text for text in shown)
