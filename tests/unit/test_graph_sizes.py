@@ -2,7 +2,7 @@
 
 import pytest
 
-from worker.execution.graph_sizes import capture_sizes, first_sizes, padded_size
+from worker.execution.graph_sizes import capture_sizes, kernel_sizes, padded_size
 
 
 def test_captured_sizes_are_few_and_the_largest_comes_first() -> None:
@@ -14,10 +14,10 @@ def test_captured_sizes_are_few_and_the_largest_comes_first() -> None:
     assert len(capture_sizes(256)) == 35
 
 
-def test_few_sizes_are_captured_before_the_first_step() -> None:
-    """The largest is among them: it makes room for all others."""
-    assert first_sizes(capture_sizes(200)) == [200, 128, 64, 32, 16, 8, 4, 2, 1]
-    assert first_sizes(capture_sizes(3)) == [3, 2, 1]
+def test_few_sizes_meet_every_kernel() -> None:
+    """Kernels differ by powers of two; the largest batch may lie between two of them."""
+    assert kernel_sizes(capture_sizes(200)) == [200, 128, 64, 32, 16, 8, 4, 2, 1]
+    assert kernel_sizes(capture_sizes(3)) == [3, 2, 1]
 
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(1, 1), (3, 4), (5, 8), (8, 8), (9, 16), (17, None)])

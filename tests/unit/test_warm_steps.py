@@ -10,12 +10,6 @@ def test_prompts_alone_halve_from_the_largest_step_down() -> None:
     assert min(sum(step.ends) for step in alone) >= SMALLEST
 
 
-def test_one_step_is_the_end_of_the_longest_prompt() -> None:
-    steps = warm_steps(max_step_tokens=500, max_running=4, row_width=128, dummy_row=4)
-    ends = [step for step in steps if step.num_decode == 0 and step.starts[0] > 0]
-    assert [(list(step.starts), list(step.ends)) for step in ends] == [([64], [128])]
-
-
 def test_the_largest_and_the_smallest_step_also_come_with_decodes() -> None:
     steps = warm_steps(max_step_tokens=500, max_running=4, row_width=128, dummy_row=4)
     mixed = [step for step in steps if step.num_decode]

@@ -5,9 +5,9 @@ which feeds token 0 and writes the dummy page. The host sends rows and lengths; 
 read from the tables on the device, and sampled ids go back into the token pool there, so the next step can be
 launched before this one's result is known.
 
-A few sizes are captured at first, each other one when a batch first needs it, or by `capture_next` before
-that: the library picks its products by size, so a batch always runs in the graph of its own size, and what it
-answers does not depend on what was captured before.
+All sizes are captured before the first request, so that none waits for a capture; those with filters when a
+batch first needs them. A batch always runs in the graph of its own size: the library picks its products by
+size, and no answer depends on what was captured before.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from kernels.decode_inputs import decode_inputs
 from kernels.dependent_launch import dependent_launches
 from kernels.sample import SampleScratch, make_scratch, sample
 from kernels.sample_columns import SampleColumns
-from worker.execution.graph_sizes import capture_sizes, first_sizes, padded_size
+from worker.execution.graph_sizes import capture_sizes, kernel_sizes, padded_size
 from worker.model.fused import FusedModel
 
 WARM_UPS = 1  # before a capture: compiles and loads kernels, and lets the libraries allocate
@@ -68,7 +68,6 @@ class DecodeGraphs:
         self._decode = backend.static_decode(tables.page_table, max_batch)
         self._scratch: SampleScratch = make_scratch(max_batch, config.vocab_size, device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._below: int | None = None
         self._captures = capture and device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         # One for all captures: the library keeps a workspace for every stream that it has seen.
@@ -84,26 +83,17 @@ class DecodeGraphs:
         """Whether there are graphs at all; else the same bodies run eagerly."""
         return self._captures
 
-    def capture_first(self) -> None:
-        """Captures a few sizes without filters, the largest first; nothing where graphs are off."""
-        for size in first_sizes(self.sizes) if self._captures else []:
+    def capture_all(self) -> None:
+        """Captures every size without filters, the largest first; nothing where graphs are off."""
+        for size in self.sizes if self._captures else []:
             self._capture(size, with_filters=False)
 
     def run_bodies(self) -> None:
-        """What `capture_first` records, and a draw with filters, eagerly: for compiling it beforehand."""
-        sizes = first_sizes(self.sizes)
+        """Steps that meet every kernel of all sizes, and a draw with filters: for compiling it beforehand."""
+        sizes = kernel_sizes(self.sizes)
         for size, with_filters in [(sizes[0], True), *((size, False) for size in sizes)]:
             self.prepare([], [], size)
             self.body(size, with_filters)
-
-    def capture_next(self) -> None:
-        """Captures the size below that of the last step, where it lacks: a few milliseconds of the host.
-
-        Batches shrink when their sequences end one by one; they grow by steps with prompts, which take long.
-        """
-        if self._below is not None and (self._below, False) not in self._graphs:
-            self._capture(self._below, with_filters=False)
-        self._below = None
 
     def columns(self, size: int) -> tuple[Tensor, Tensor]:
         """Rows and kv_lens, int32 [size] each, of the graph of `size` rows; all sizes share the memory."""
@@ -133,7 +123,6 @@ class DecodeGraphs:
             self.prepare(rows, kv_lens, size)
             graph.replay()
             self.replays += 1
-            self._below = max((other for other in self.sizes if other < size), default=None)
         else:
             self.prepare(rows, kv_lens, size)
             self.body(size, with_filters)
@@ -175,8 +164,10 @@ class DecodeGraphs:
         assert stream is not None, "graphs are off"
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
+        # Filters add a kernel that a start has loaded: where the size is known there is nothing to warm up.
+        warm_ups = 0 if (size, False) in self._graphs else WARM_UPS
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
+            for _ in range(warm_ups):
                 self.body(size, with_filters)
             # Not torch.cuda.graph(): it waits for the device and collects garbage.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

@@ -18,6 +18,7 @@ from kernels.compile_ahead import compiling
 from kernels.sample import make_scratch, sample
 from kernels.sample_columns import SampleRow, make_columns, write_rows
 from worker.execution.cuda_graphs import DecodeGraphs, DecodeTables
+from worker.execution.graph_sizes import kernel_sizes
 from worker.execution.on_the_way import OnTheWay
 from worker.execution.prompt_graphs import PromptGraphs
 from worker.execution.runner import StepHandle
@@ -94,15 +95,18 @@ class CudaRunner(TorchRunner):
         if self._attention.name == "triton":  # a library's kernels would run, on what ours did not compute
             with log_phase(log, "compile"), compiling(self._device), self._fused.shallow():
                 self.graphs.run_bodies()
-                for step in steps[:1] + steps[-2:]:
+                for step in steps:
                     self._run_dummies(step)
+                self._draw_dummies()
         if capture:
             with log_phase(log, "capture"):
-                self.graphs.capture_first()
+                self.graphs.capture_all()
+            with log_phase(log, "capture_prompts"):
+                self.prompt_graphs.capture_all()
         with log_phase(log, "warm_steps"):
             for step in steps:
                 self._run_dummies(step)
-                self.prompt_graphs.capture_wanted()
+            self._draw_dummies()
             self.token_pool.ids[config.max_running] = 0  # the dummy row feeds token 0
             torch.cuda.synchronize()
 
@@ -110,26 +114,30 @@ class CudaRunner(TorchRunner):
         """An eager step without its results; its rows are the dummy row."""
         tensors = build_step_tensors(step, self.page_table, self.token_pool)
         hidden = self._forward(tensors)
-        logits = self._logits(hidden[tensors.sampled_tokens])
-        for with_filters in (False, True):
-            self._draw(tensors, logits, with_filters=with_filters)
+        self._logits(hidden[tensors.sampled_tokens])
         OnTheWay(nonfinite_tokens(hidden)).arrived()
+
+    def _draw_dummies(self) -> None:
+        """Head and draw for every number of rows that has a kernel of its own."""
+        dummy_row, embedding = self._config.max_running, self._fused.embedding
+        rows = torch.full((dummy_row,), dummy_row, dtype=torch.int32, device=self._device)
+        for size in kernel_sizes(self.graphs.sizes):
+            hidden = torch.zeros(size, embedding.shape[1], dtype=embedding.dtype, device=self._device)
+            logits = self._logits(hidden)
+            for with_filters in (False, True):
+                self._draw(rows[:size], torch.ones_like(rows[:size]), logits, with_filters=with_filters)
 
     def _run(self, step: Step, began: float) -> StepHandle:
         self._start_columns(step.row_starts)
         if not self._is_plain_decode(step):
-            launched = super()._run(step, began)
-            self.prompt_graphs.capture_wanted()  # while the device works
-            return launched
+            return super()._run(step, began)
         self.token_pool.start_rows(step.row_starts)
         self._state.start_rows(step.row_starts)
         self.page_table.write_pages(step.new_page_rows, step.new_page_indexes, step.new_page_ids)
         self.kv_pool.copy_pages(step.page_copies)
         with_filters = bool(self._has_filters[np.frombuffer(step.rows, dtype=np.int32)].any())
         results = self.graphs.run(step.rows, step.ends, with_filters=with_filters)
-        replayed = _Replayed(step, results, began, is_replayed=self.graphs.captures)
-        self.graphs.capture_next()  # while the device works
-        return replayed
+        return _Replayed(step, results, began, is_replayed=self.graphs.captures)
 
     def close(self) -> None:
         """Lets go of the graphs, the model and the pool; the runner is of no use afterwards."""
@@ -182,15 +190,22 @@ class CudaRunner(TorchRunner):
         if len(rows) == 0 or not self._is_plain(rows):
             return super()._sample(tensors, hidden)
         logits = self._logits(hidden[tensors.sampled_tokens])
-        ids, is_finite = self._draw(tensors, logits, with_filters=bool(self._has_filters[rows].any()))
+        ids, is_finite = self._draw(
+            tensors.sampled_rows,
+            tensors.sampled_ends,
+            logits,
+            with_filters=bool(self._has_filters[rows].any()),
+        )
         # Copies: the scratch is the next step's as soon as that is launched.
         return Sampled(ids.clone(), is_finite.clone(), [], [], None)
 
-    def _draw(self, tensors: StepTensors, logits: Tensor, *, with_filters: bool) -> tuple[Tensor, Tensor]:
+    def _draw(
+        self, rows: Tensor, ends: Tensor, logits: Tensor, *, with_filters: bool
+    ) -> tuple[Tensor, Tensor]:
         return sample(
             logits,
-            tensors.sampled_rows,
-            tensors.sampled_ends,
+            rows,
+            ends,
             self._columns,
             self._scratch,
             self._config.vocab_size,

@@ -14,8 +14,8 @@ def capture_sizes(max_batch: int) -> list[int]:
     return sorted(sizes, reverse=True)
 
 
-def first_sizes(sizes: Sequence[int]) -> list[int]:
-    """Of `sizes`, those captured at first: the largest and the powers of two, large ones first."""
+def kernel_sizes(sizes: Sequence[int]) -> list[int]:
+    """Of `sizes`, enough to meet every kernel: the largest and the powers of two, large ones first."""
     powers = [size for size in sizes if size & (size - 1) == 0]
     return sorted({max(sizes), *powers}, reverse=True)
 

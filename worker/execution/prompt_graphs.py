@@ -4,8 +4,8 @@ An eager step costs the host hundreds of launches, more time than a small model'
 of tokens. Attention alone depends on how a step's tokens belong to sequences, so it stays eager; the rest
 depends on their number, which is padded to a grid. Padding writes the dummy page and is read by nobody.
 
-Owns the static buffers and the graphs. A size is captured after its first step, which runs the same pieces
-eagerly, padded alike: the library picks its products by size, and no answer depends on what was captured.
+Owns the static buffers and the graphs. Where graphs are off the same pieces run eagerly, padded alike: the
+library picks its products by size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,7 +57,6 @@ class PromptGraphs:
         self._q = model.new_q(room)
         self._attended = torch.zeros_like(self._q).flatten(1)
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
-        self._wanted: int | None = None
         self._captures = capture and device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         # One for all captures: the library keeps a workspace for every stream that it has seen.
@@ -73,20 +72,17 @@ class PromptGraphs:
         if size is None:
             return self._model.forward(hidden, positions, slots, self._kv, attend)
         self._take(hidden, positions, slots, size)
-        is_captured = size in self._graphs
-        self._wanted = None if is_captured else size
-        pieces = self._replayed(size) if is_captured else self.pieces(size)
+        pieces = self._replayed(size) if size in self._graphs else self.pieces(size)
         for layer_kv, _ in zip(self._layers, pieces, strict=False):
             attended = attend(layer_kv, self._q[:num_tokens])
             self._attended[:num_tokens].copy_(attended.view(num_tokens, -1))
         next(pieces)
         return self._residual[:num_tokens]
 
-    def capture_wanted(self) -> None:
-        """Captures the size that the last step lacked, if it lacked one: while the device works."""
-        if self._captures and self._wanted is not None:
-            self._capture(self._wanted)
-        self._wanted = None
+    def capture_all(self) -> None:
+        """Captures every size, the largest first; nothing where graphs are off."""
+        for size in reversed(self.sizes) if self._captures else []:
+            self._capture(size)
 
     def _replayed(self, size: int) -> Iterator[None]:
         for graph in self._graphs[size]:

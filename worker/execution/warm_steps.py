@@ -11,7 +11,6 @@ from worker.ids import SequenceId
 from worker.scheduling.step import Step
 
 SMALLEST = 16  # tokens
-LAST_TOKENS = 64  # of a long prompt
 DECODE_CONTEXT = 640  # more than one chunk of decode attention
 
 
@@ -19,9 +18,6 @@ def warm_steps(*, max_step_tokens: int, max_running: int, row_width: int, dummy_
     """Prompts alone, prompts beside decodes, from the largest step down; last a piece late in a prompt."""
     sizes = list(_halves(max_step_tokens))
     steps = [_step(_prompts(size, row_width), dummy_row, 0, max_running) for size in sizes]
-    if sizes:
-        end = min(LAST_TOKENS, sizes[0], row_width)
-        steps.append(_step([(row_width - end, row_width)], dummy_row, 0, max_running))
     for size in dict.fromkeys(sizes[:1] + sizes[-1:]):
         num_decode = min(max_running, size // 2)
         context = min(DECODE_CONTEXT, row_width)
