@@ -10,6 +10,7 @@ import { Strip } from "./strip.js";
 import { Keys } from "./keys.js";
 import { Pointer } from "./pointer.js";
 
+const FADE_MS = 66; // between two pictures of what fades: sixty a second cost a third of a core
 const LEGEND_MS = 500, SORT_MS = 1000, SPOKEN_MS = 5000;
 const LABELLED = ["free", "active", "cached", "pinned", "reserved"];
 
@@ -125,6 +126,7 @@ export class PageMap {
     this.resizes.disconnect();
     clearInterval(this.timer);
     cancelAnimationFrame(this.frameRequest);
+    clearTimeout(this.fadeTimer);
     this.node.remove();
   }
 
@@ -218,7 +220,7 @@ export class PageMap {
     const fades = this.painter.draw(this.planes, this.grid, this.colours, this.view, now);
     this.drawMs = performance.now() - start;
     this.drawMini();
-    if (fades) this.repaint();
+    if (fades) this.fadeTimer ??= setTimeout(() => { this.fadeTimer = null; this.repaint(); }, FADE_MS);
   }
 
   drawMini() {

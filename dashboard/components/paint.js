@@ -4,6 +4,7 @@ import { ACTIVE, FREE, PINNED_BIT, RESERVED } from "./planes.js";
 import { mix, pixel } from "./colours.js";
 
 const FLASH_MS = 600;
+const FLASHES = Array.from({ length: 9 }, (_, level) => `rgba(255,255,255,${(0.85 * level) / 8})`);
 const DETAIL_CELL = 6; // device pixels from which fill, notch and grid are drawn
 const NUMBER_CELL = 30;
 
@@ -186,7 +187,7 @@ export class Painter {
       }
       const [x, y] = grid.corner(page);
       if (x < -size || y < -size || x > grid.width || y > grid.height) continue;
-      context.fillStyle = `rgba(255,255,255,${(0.85 * share).toFixed(3)})`;
+      context.fillStyle = FLASHES[Math.ceil(share * 8)];
       context.fillRect(x, y, size, size);
     }
     return this.flashes.size > 0;
