@@ -345,7 +345,7 @@ def main() -> None:
         print(f"worst difference of hit rate: {worst * 100:.2f} points, allowed {BUDGET * 100:g}")
     if options.only != "honesty" and not options.model:
         figures["speed"] = speed(options.speed_seconds, options.speed_rate)
-    name = "what_if" if not options.model else f"what_if-{options.model.rpartition(':')[2]}"
+    name = "what_if" if not options.model else f"what_if-{Path(options.model.rpartition(':')[2]).name}"
     print(write_result(name, figures, ["numpy", "protobuf"], options.results))
 
 
