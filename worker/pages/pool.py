@@ -22,7 +22,7 @@ from itertools import compress
 
 from worker.ids import NO_PAGE
 from worker.pages.events import HIT_TAG, EventRing, PageEventKind, PageFlag, PageState
-from worker.pages.sharing import SharedTime
+from worker.pages.sharing import NoSharedTime, SharedTime
 from worker.pages.snapshot import Planes
 from worker.pages.violation import Violation
 
@@ -60,7 +60,7 @@ class PagePool:
         self._counts = [0, num_pages, 0, 0, 0, 1]  # by state
         self._num_references = 0
         self._num_shared = 0
-        self.sharing = SharedTime(self._refs)
+        self.sharing = SharedTime(self._refs) if events.is_kept else NoSharedTime(self._refs)
 
     # What it is now, each in O(1).
     @property

@@ -64,3 +64,17 @@ class SharedTime:
             count, constant = refs[pages[-1]], constants[pages[-1]]
             total += constant + now - now / max(count, 1)
         return total
+
+
+class NoSharedTime(SharedTime):
+    """For a pool that nobody watches: no bills, a tenth of its cost."""
+
+    def gained(self, pages: Sequence[int]) -> None:
+        """Nothing is kept."""
+
+    def lost(self, pages: Sequence[int]) -> None:
+        """Nothing is kept."""
+
+    def saved(self, pages: Sequence[int]) -> float:
+        """Nothing is known."""
+        return 0.0
