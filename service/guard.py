@@ -71,6 +71,12 @@ class Guard(Interceptor):
             failure = errors.deadline_passed() if timer.expired() else _bug(call, error)
         except grpc.aio.AbortError:
             raise
+        except NotImplementedError as error:
+            if context.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                failure = _bug(call, error)
+            else:  # a method of the protos that no handler of ours has: generated code has set this
+                call.code = grpc.StatusCode.UNIMPLEMENTED.name
+                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server does not have the method")
         except Exception as error:
             failure = _bug(call, error)
         call.code = failure.status.name
