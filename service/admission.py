@@ -1,4 +1,4 @@
-"""How many generations this process carries at once. The worker decides on its queue; this is only a cap.
+"""How many generations this process carries at once, and one principal. The worker decides on its queue.
 
 Owns the count. A permit is given back once, whoever asks first.
 """
@@ -22,15 +22,15 @@ class Permit:
 
 
 class Admission:
-    """The cap of this process."""
+    """A cap of this process; `max_calls` may change meanwhile."""
 
     def __init__(self, max_calls: int) -> None:
-        self._max_calls = max_calls
+        self.max_calls = max_calls
         self.active = 0
 
     def enter(self) -> Permit | None:
-        """A permit, or None while the process is full."""
-        if self.active >= self._max_calls:
+        """A permit, or None while it is full."""
+        if self.active >= self.max_calls:
             return None
         self.active += 1
         return Permit(self._leave)

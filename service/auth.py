@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from service import errors
+from service.admission import Admission
 from service.interceptor import metadata_value
 from service.request import Call
 
 SCOPES = frozenset({"generate", "cache.read", "priority", "admin"})
 MAX_FILE_BYTES = 1 << 20
 MAX_TOKEN_LENGTH = 4096
+MAX_ACTIVE_REQUESTS = 1 << 20
 RELOAD_SECONDS = 2.0
 OTHERS_MODE = (
     0o037  # its group may read, as a mounted secret of Kubernetes needs; nobody else may do anything
@@ -55,6 +57,7 @@ class Principal:
     scopes: frozenset[str]
     digests: tuple[bytes, ...] = field(default=(), repr=False)
     sans: tuple[str, ...] = ()
+    max_active_requests: int = 0  # generations at once in one process; 0: no limit of its own
 
 
 class Principals:
@@ -131,7 +134,9 @@ def _principal(number: int, entry: Any) -> Principal:
     where = f"principal {number}"
     if not isinstance(entry, Mapping):
         raise AuthFileError(f"{where} is no table")
-    if unknown := sorted(entry.keys() - {"name", "tenant", "token_sha256", "san", "scopes"}):
+    if unknown := sorted(
+        entry.keys() - {"name", "tenant", "token_sha256", "san", "scopes", "max_active_requests"}
+    ):
         raise AuthFileError(f"{where}: no such key: {', '.join(unknown)}")
     name, tenant = entry.get("name", ""), entry.get("tenant", "")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -147,8 +152,11 @@ def _principal(number: int, entry: Any) -> Principal:
         raise AuthFileError(f"{where}: has neither token_sha256 nor san")
     if unknown := sorted(set(scopes) - SCOPES):
         raise AuthFileError(f"{where}: no such scope: {', '.join(unknown)}")
+    limit = entry.get("max_active_requests", 0)
+    if type(limit) is not int or not 0 <= limit <= MAX_ACTIVE_REQUESTS:
+        raise AuthFileError(f"{where}: max_active_requests is not 0 to {MAX_ACTIVE_REQUESTS}")
     plain = tuple(san.partition(":")[2] for san in sans)
-    return Principal(name, tenant, frozenset(scopes), tuple(map(bytes.fromhex, digests)), plain)
+    return Principal(name, tenant, frozenset(scopes), tuple(map(bytes.fromhex, digests)), plain, limit)
 
 
 def _texts(where: str, entry: Mapping[str, Any], key: str) -> list[str]:
@@ -166,6 +174,7 @@ class Authenticator:
         self._stamp = _stamp(path)
         self.principals = read_principals(path)
         self.num_failed_reloads = 0
+        self._quotas: dict[str, Admission] = {}  # by principal; kept over reloads, since their calls go on
 
     def check(self, call: Call, context: Any) -> None:
         """Fills in who calls; raises Failure for nobody, and for one who may not."""
@@ -173,9 +182,17 @@ class Authenticator:
         if principal is None:
             raise errors.bad_credentials()
         call.principal, call.tenant, call.scopes = principal.name, principal.tenant, principal.scopes
+        call.quota = self._quota_of(principal)
         scope = _SCOPE_OF_SERVICE.get(call.method.rpartition("/")[0], "admin")
         if scope and scope not in principal.scopes:
             raise errors.missing_scope(scope)
+
+    def _quota_of(self, principal: Principal) -> Admission | None:
+        if not principal.max_active_requests:
+            return None
+        quota = self._quotas.setdefault(principal.name, Admission(principal.max_active_requests))
+        quota.max_calls = principal.max_active_requests
+        return quota
 
     async def keep_up(self) -> None:
         """Reads the file again whenever it has changed; runs until it is cancelled."""

@@ -222,6 +222,17 @@ def queue_full(estimated_wait_ms: int, attempts_before: int) -> Failure:
     )
 
 
+def quota_exceeded(principal: str, max_active_requests: int) -> Failure:
+    """The caller runs as many generations as he may; others are not touched."""
+    return Failure(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "QUOTA_EXCEEDED",
+        f"{max_active_requests} requests of this caller are active already",
+        retry_ms=1000,
+        quota_subject=f"principal:{principal}",
+    )
+
+
 def queue_timeout(queue_timeout_ms: int) -> Failure:
     """queue_timeout passed before admission."""
     message = f"not started within queue_timeout ({queue_timeout_ms} ms)"

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Protocol
 
+from service.admission import Admission
+
 NO_TOKEN = 0xFFFFFFFF
 """In a step's token ids: no token, only the end of the sequence."""
 
@@ -328,6 +330,7 @@ class Call:
     request_id: str = ""
     principal: str = ""
     tenant: str = ""
+    quota: Admission | None = None  # generations of the principal; None: no limit of its own
     scopes: frozenset[str] | None = None  # None: no credentials are asked for, everything is allowed
     code: str = "OK"  # name of the status that the guard gave
 

@@ -150,7 +150,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         account = RequestAccount(self._backstage.metrics, call.received, call.traceparent)
         request: Request | None = None
         live: LiveCall | None = None
-        permit = None
+        permit = share = None
         failure: Failure | None = None
         reason = AbortReason.SERVICE_ERROR
         is_cancelled = False
@@ -159,6 +159,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             live = self._backstage.live.enter(request.request_id, request.tenant)
             if live is None:
                 raise errors.duplicate_request_id(request.request_id)
+            if call.quota is not None and (share := call.quota.enter()) is None:
+                raise errors.quota_exceeded(call.principal, call.quota.max_calls)
             permit = self._backstage.admission.enter()
             if permit is None:
                 raise errors.queue_full(0, call.attempts_before)
@@ -188,8 +190,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 if live.run is not None:
                     live.run.close(reason)
                 self._backstage.live.leave(live)
-            if permit is not None:
-                permit.release()
+            for held in (permit, share):
+                if held is not None:
+                    held.release()
             done = live.run if live is not None else None
             outcome = outcome_of(
                 failure,

@@ -50,7 +50,8 @@ def digest(token: str) -> str:
 def auth_text(tokens: dict[str, str]) -> str:
     entries = [
         f'[[principal]]\nname = "{name}"\ntenant = "{name}"\nscopes = {SCOPES[name]}\n'
-        f'token_sha256 = ["{digest(token)}"]\n' + ('san = ["dns:team-a.test"]\n' if name == "team-a" else "")
+        f'token_sha256 = ["{digest(token)}"]\nmax_active_requests = 3\n'
+        + ('san = ["dns:team-a.test"]\n' if name == "team-a" else "")
         for name, token in tokens.items()
     ]
     return "\n".join(entries)
@@ -279,6 +280,20 @@ def held(operator: Client) -> dict[str, set[int]]:
     """Pages by request, of the sequences that have any."""
     found = {each.request_id: np.frombuffer(each.page_ids, "<u4").tolist() for each in operator.sequences()}
     return {request_id: set(pages) for request_id, pages in found.items() if pages}
+
+
+def test_a_principal_has_so_many_requests_at_once_and_others_are_not_touched(
+    deployment: Deployment, wait_until: Any
+) -> None:
+    with deployment.client("team-a") as a, deployment.client("team-b") as b:
+        streams = [a.stream(f"share-{number}") for number in range(3)]
+        for stream in streams:
+            next(iter(stream))
+        assert refusal(a.generate) == "RESOURCE_EXHAUSTED QUOTA_EXCEEDED"
+        assert refusal(b.generate) == ""
+        for stream in streams:
+            stream.cancel()
+        wait_until(lambda: not refusal(a.generate), "its share to be given back")
 
 
 def test_one_tenant_cannot_cancel_what_another_runs(deployment: Deployment) -> None:

@@ -69,6 +69,8 @@ def test_certificates_are_found_by_any_of_their_names(tmp_path: Path) -> None:
         (entry(TOKEN).replace('["generate"]', '["everything"]'), "no such scope: everything"),
         (entry(TOKEN).replace(digest(TOKEN), TOKEN), "64 lower-case hex digits"),
         (entry(TOKEN).replace(f'["{digest(TOKEN)}"]', "7"), "no list of texts"),
+        (entry(TOKEN, more="max_active_requests = -1"), "max_active_requests is not 0 to"),
+        (entry(TOKEN, more="max_active_requests = true"), "max_active_requests is not 0 to"),
         (entry(), "neither token_sha256 nor san"),
         (entry(TOKEN, more='san = ["a.internal"]'), "begins with none of"),
         (entry(TOKEN) + entry(TOKEN, name="team-b"), "token of another principal"),
