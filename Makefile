@@ -21,7 +21,7 @@ export PYTHONPATH := $(CURDIR)/protos
 TEST_ENV := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all test-gpu memcheck test-clients sim check fix bench protos clean
+.PHONY: help setup demo serve up down test test-all test-gpu memcheck test-clients sim check fix bench protos clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,15 @@ demo: $(READY)  ## fetch the small model, serve it, ask twice, show the page map
 
 serve: $(READY)  ## worker and service on this machine, on port 50051
 	@$(PYTHON) -m kvatlas.cli serve
+
+# Compose's two command lines differ in one blank.
+COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
+
+up:  ## service, worker, dashboard, Prometheus, Alertmanager and Grafana in containers
+	@$(COMPOSE) up --build --detach
+
+down:  ## ends them in order; what they have kept stays
+	@$(COMPOSE) down
 
 test: $(DEV)  ## what needs neither a GPU nor patience
 	@$(TEST_ENV) $(PYTHON) -m pytest -q -n $(JOBS) -m "not gpu and not slow" $(PYTEST_ARGS)
