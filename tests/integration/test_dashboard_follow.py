@@ -18,6 +18,7 @@ from dashboard.live_pages import STALE_SECONDS, Follower, LivePages
 from dashboard.recordings import save_past
 from dashboard.testing import WORKER_ID, FeedServer
 from kvatlas.client.errors import PermissionDenied
+from kvatlas.client.page_map import PageMap
 from kvatlas.client.sync import Client
 from kvatlas.v1 import cache_pb2 as pb
 
@@ -156,12 +157,22 @@ def test_the_copy_equals_the_service_after_real_requests(
             for number in range(12):
                 prompt = [1 + (number % 3 * 31 + at) % 200 for at in range(40 + 9 * number)]
                 client.generate(prompt, max_tokens=20, ignore_eos=True)
-            wait_until(lambda: live.counts()["active"] == 0, "an idle pool")
-            theirs = client.page_map()
-            wait_until(lambda: live.page_map.revision.number == theirs.revision.number)
-            for name, plane in theirs.planes.items():
-                if name != "used_ms":
-                    assert (live.planes([name])[name] == plane).all(), name
+            found: list[PageMap] = []
+
+            def is_same() -> bool:
+                theirs = client.page_map()
+                counts = theirs.counts()
+                with live.locked() as mine:
+                    is_behind = mine.revision.number != theirs.revision.number
+                    if is_behind or counts["active"] or not counts["cached"]:
+                        return False
+                    for name, plane in theirs.planes.items():
+                        assert (mine.planes[name] == plane).all(), name
+                found.append(theirs)
+                return True
+
+            wait_until(is_same, "the same map at the same revision, with nothing running")
+            theirs = found[0]
             assert live.sequences() == []
             page = int(np.flatnonzero(theirs["states"] == pb.PAGE_STATE_CACHED)[0])
             facts = pages.source.page("", page)
