@@ -3,6 +3,8 @@
 import hashlib
 import os
 import re
+import shlex
+import shutil
 import socket
 import ssl
 import subprocess
@@ -32,6 +34,7 @@ from kvatlas.v1 import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
+BUF = shutil.which("buf", path=str(Path(sys.executable).parent)) or ""
 PAGE_SIZE, NUM_PAGES = 4, 400
 PROMPT = "the same words for all tenants, over and over"
 TOKENS = {name: f"{name}-4f1d0c9be2" for name in ("team-a", "team-b", "looker", "operator", "stranger")}
@@ -340,6 +343,20 @@ def test_the_dashboard_looks_through_tls_with_a_token(deployment: Deployment) ->
             source.load()
     finally:
         source.close()
+
+
+@pytest.mark.skipif(not BUF, reason="needs buf (PyPI buf-bin)")
+@pytest.mark.parametrize(("name", "said"), [("operator", '"text"'), ("stranger", "no valid credentials")])
+def test_the_shell_command_of_the_document_works(deployment: Deployment, name: str, said: str) -> None:
+    """The one of SECURITY.md, with this deployment's address and token."""
+    [words] = re.findall(
+        r"^buf (curl .+?[^\\])$", (ROOT / "SECURITY.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    command = shlex.split(words.replace("$(cat token)", TOKENS[name]).replace("\\\n", " "))
+    command = [word.replace("service:50051", deployment.tls) for word in command]
+    done = subprocess.run([BUF, *command], cwd=deployment.folder, capture_output=True, text=True, timeout=60)
+    assert said in done.stdout + done.stderr
+    assert (done.returncode == 0) == (name == "operator")
 
 
 def serial(deployment: Deployment) -> bytes:
