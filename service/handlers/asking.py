@@ -1,6 +1,6 @@
 """Asking workers: which one a request means, and what its no means for the client."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import grpc
@@ -29,21 +29,31 @@ def named_worker(mirrors: PageMirrors, worker_id: str) -> KeptMirror:
 
 @asynccontextmanager
 async def asked(
-    kept: KeptMirror, command: worker_pb2.Command, timeout: float
+    kept: KeptMirror,
+    command: worker_pb2.Command,
+    timeout: float,
+    late: Callable[[], Failure] = errors.not_ready,
 ) -> AsyncIterator[AsyncIterator[worker_pb2.CommandReply]]:
-    """The replies of a worker to a command. Raises Failure."""
+    """The replies of a worker to a command. Raises Failure: `late` where `timeout` seconds pass."""
     try:
         async with replies_to(kept.link, command, timeout=timeout) as replies:
             yield replies
     except CommandFailed as failed:
         raise failure_of(failed) from failed
-    except (WorkerUnavailable, TimeoutError) as gone:
+    except WorkerUnavailable as gone:
         raise errors.not_ready() from gone
+    except TimeoutError as passed:
+        raise late() from passed
 
 
-async def ask(kept: KeptMirror, command: worker_pb2.Command, timeout: float) -> worker_pb2.CommandReply:
-    """The one reply of a worker to a command. Raises Failure."""
-    async with asked(kept, command, timeout) as replies:
+async def ask(
+    kept: KeptMirror,
+    command: worker_pb2.Command,
+    timeout: float,
+    late: Callable[[], Failure] = errors.not_ready,
+) -> worker_pb2.CommandReply:
+    """The one reply of a worker to a command. Raises Failure: `late` where `timeout` seconds pass."""
+    async with asked(kept, command, timeout, late) as replies:
         return await anext(replies)
 
 

@@ -206,7 +206,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         _check_estimate(request)
         left = context.time_remaining()
         timeout = MAX_ESTIMATE_SECONDS if left is None else min(left, MAX_ESTIMATE_SECONDS)
-        reply = await self._ask(request.worker_id, worker_pb2.Command(estimate=request), timeout)
+        # It works until the caller's own deadline, so a late answer is that deadline, not a lost worker.
+        command = worker_pb2.Command(estimate=request)
+        reply = await ask(self._kept(request.worker_id), command, timeout, errors.deadline_passed)
         return reply.estimate
 
     async def GetIntegrity(self, request: pb.GetIntegrityRequest, context: Any) -> pb.GetIntegrityResponse:

@@ -219,7 +219,7 @@ def test_the_processes_are_started_as_modules_that_watch_their_parent() -> None:
     settings = config.read(
         ["serve", "--set-worker", "max_context=128", "--set-worker", "prefix-cache=off"], {}
     )
-    place = serve.Place(Path("/tmp/x"), "127.0.0.1:1", 2, 3)
+    place = serve.Place(Path("/tmp/x"), "127.0.0.1:1", "127.0.0.1:2", 3, 4)
     worker = serve._worker(settings, place)
     assert list(worker.command[:3]) == [sys.executable, "-m", "worker"]
     assert list(worker.command[-3:]) == ["--max-context", "128", "--no-prefix-cache"]
@@ -230,7 +230,7 @@ def test_the_processes_are_started_as_modules_that_watch_their_parent() -> None:
 
 
 def test_a_ready_file_appears_whole(tmp_path: Path) -> None:
-    place = serve.Place(Path("/tmp/x"), "127.0.0.1:1", 2, 3)
+    place = serve.Place(Path("/tmp/x"), "127.0.0.1:1", "127.0.0.1:2", 3, 4)
     serve._write_ready(tmp_path / "ready.json", place, {"worker": 5})
     facts = json.loads((tmp_path / "ready.json").read_text())
     assert (facts["address"], facts["process_ids"], facts["pid"]) == (
