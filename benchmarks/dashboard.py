@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 from playwright.sync_api import Page, sync_playwright
+from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from benchmarks.record import percentile, write_result
@@ -137,7 +138,7 @@ def _drain(socket: Any, ended: threading.Event) -> None:
             socket.recv(timeout=1)
         except TimeoutError:
             continue
-        except Exception:
+        except ConnectionClosed:
             return
 
 

@@ -63,6 +63,8 @@ MAX_TOKENS = 96
 class Done:
     """A step whose result is there after a time."""
 
+    is_replayed = False
+
     def __init__(self, step: Step, ready: float) -> None:
         self._step = step
         self._ready = ready

@@ -100,7 +100,7 @@ class Follower:
             except KvatlasError as failure:
                 failures = 0 if isinstance(failure, DeadlineExceeded) else failures + 1
                 wait = self._pause_after(failure, failures)
-            except Exception:
+            except Exception:  # whatever a message breaks: the thread goes on, the page and the log say so
                 log.exception("event=follower_failed worker=%s", self.worker_id)
                 self._status = Status("bug", "the dashboard failed on a message; its log says how")
                 self.live_map.page_map.is_stale = True  # asks for a snapshot
@@ -230,7 +230,7 @@ class LivePages:
                 self._failure = str(failure)
                 failures += 1
                 wait = min(FIRST_BACKOFF_SECONDS * 2.0 ** min(failures, 10), LAST_BACKOFF_SECONDS)
-            except Exception:
+            except Exception:  # as above: one bad answer must not end the list for ever
                 log.exception("event=roster_failed")
                 self._failure = "the dashboard failed on the list of workers; its log says how"
                 wait = LAST_BACKOFF_SECONDS

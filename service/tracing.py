@@ -73,7 +73,7 @@ class Tracing:
             span = self._tracer.start_span(
                 "generation", parent, kind=trace.SpanKind.SERVER, start_time=call.receive_time_ns
             )
-        except Exception:
+        except Exception:  # a library's or an exporter's failure: a call goes on without a trace
             log.exception("event=trace_failed")
             return None
         opened = GenerationTrace(self._tracer, span, call)
@@ -109,7 +109,7 @@ class GenerationTrace:
         """Writes down what became of it and lets go of it. Never waits, never raises."""
         try:
             self._end(ending)
-        except Exception:
+        except Exception:  # as above: the request has ended well, whatever becomes of its span
             log.exception("event=trace_failed request=%s", self._call.request_id)
 
     def _end(self, ending: Ending) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from worker.channels import CommandQueue, Handover, OutputQueue
 from worker.description import WorkerState
-from worker.execution.runner import Runner, StepHandle
+from worker.execution.runner import BrokenHandle, Runner, StepHandle
 from worker.isolation import is_out_of_memory, run_span_by_span
 from worker.log import log_event
 from worker.messages import EngineCommand, LinkMessage, StepOutputs
@@ -55,16 +55,6 @@ class _Launched:
     step: Step
     handle: StepHandle
     began: float
-
-
-class _Broken:
-    """A step that could not even be launched."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def result(self) -> StepResult:
-        raise self._error
 
 
 class Engine:
@@ -194,7 +184,7 @@ class Engine:
         try:
             return self._runner.launch(step)
         except Exception as error:
-            return _Broken(error)  # dealt with where results are: one place for every failure
+            return BrokenHandle(error)  # dealt with where results are: one place for every failure
 
     def _poison_freed(self) -> None:
         """Debugging: what was freed holds NaN before anything new is written, so a stale read shows."""
@@ -236,8 +226,7 @@ class Engine:
         self._scheduler.commit(step, result, now)
         self._board.step = StepMark(step.number, now)
         self._tell_step(launched, now)
-        is_replayed = bool(getattr(launched.handle, "is_replayed", False))
-        self._watch.stepped(step, now - launched.began, is_replayed=is_replayed)
+        self._watch.stepped(step, now - launched.began, is_replayed=launched.handle.is_replayed)
         for span, why in result.failed.items():
             log_event(
                 logger,

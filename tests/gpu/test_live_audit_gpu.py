@@ -67,7 +67,7 @@ def test_rounds_beside_overlapping_steps_find_nothing(
             flight.append((step, engine.runner.launch(step)))
         while len(flight) > (step is not None):
             oldest, handle = flight.popleft()
-            replayed += bool(getattr(handle, "is_replayed", False))
+            replayed += handle.is_replayed
             scheduler.commit(oldest, handle.result(), time.monotonic())
         found = audit.look(time.perf_counter() + 1e6 * compared)  # due at once
         if found is not None:

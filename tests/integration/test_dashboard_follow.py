@@ -73,7 +73,7 @@ def test_a_service_that_dies_is_noticed_and_comes_back_by_itself(
     assert time.monotonic() - stopped < STALE_SECONDS + 1
     assert follower.live_map.is_whole, "the last map stays"
     wait_until(lambda: pages.failure, "the roster's word of it", 20)
-    time.sleep(2)
+    time.sleep(2)  # away for a while, so that tries were in vain and waits have grown
     feed.pool.epoch += 1  # another life
     feed.start()
     wait_until(lambda: follower.status.kind == "live", "a live map", BACK_SECONDS + 2)
@@ -140,7 +140,7 @@ def test_a_refusal_is_told_and_tried_again_without_haste(
     try:
         wait_until(lambda: (one := pages.follower("")) is not None and one.status.kind == "denied")
         assert "cache.read" in the(pages).status.reason
-        time.sleep(1.0)
+        time.sleep(1.0)  # nothing may happen in that time
         assert len(tries) == 1
     finally:
         pages.stop()

@@ -77,6 +77,8 @@ def answer_alone(
 class FakeHandle:
     """A step that was launched."""
 
+    is_replayed = False
+
     def __init__(self, runner: "FakeRunner", step: Step, ready_time: float) -> None:
         self.step = step
         self._runner = runner

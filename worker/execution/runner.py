@@ -10,9 +10,27 @@ from worker.scheduling.step import Step, StepResult
 class StepHandle(Protocol):
     """A step that was queued on the device."""
 
+    @property
+    def is_replayed(self) -> bool:
+        """Whether a CUDA graph was replayed."""
+        ...
+
     def result(self) -> StepResult:
         """Waits for the step and returns its outcome; raises what the device raised. Called once."""
         ...
+
+
+class BrokenHandle:
+    """A step that did not get as far as the device; a `StepHandle`."""
+
+    is_replayed = False
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> StepResult:
+        """Raises why."""
+        raise self._error
 
 
 class RowsRead(Protocol):

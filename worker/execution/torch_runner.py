@@ -23,7 +23,7 @@ from worker.execution.kv_pool import KvPool, KvScales
 from worker.execution.on_the_way import OnTheWay
 from worker.execution.page_table import PageTable
 from worker.execution.prompt_logprobs import PromptLogprobs
-from worker.execution.runner import RowsRead, StepHandle
+from worker.execution.runner import BrokenHandle, RowsRead, StepHandle
 from worker.execution.sampler import Sampled, Sampler
 from worker.execution.sampling_state import SamplingState
 from worker.execution.step_tensors import StepTensors, build_step_tensors
@@ -134,7 +134,7 @@ class TorchRunner:
             with torch.inference_mode():
                 return self._run(step, began)
         except Exception as error:
-            return _Broken(error)
+            return BrokenHandle(error)
 
     def read_rows(self, rows: list[int], num_slots: list[int]) -> list[list[int]]:
         """Slots [0, num_slots[i]) of rows[i] as they are on the device."""
@@ -238,18 +238,10 @@ def nonfinite_tokens(hidden: Tensor) -> Tensor:
     return ~hidden.sum(dim=-1, dtype=torch.float32).isfinite()
 
 
-class _Broken:
-    """A step that did not get as far as the device."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def result(self) -> StepResult:
-        raise self._error
-
-
 class _Launched:
     """A step on the device; small results travel to pinned memory behind it."""
+
+    is_replayed = False
 
     def __init__(
         self,

@@ -78,7 +78,7 @@ class RecordingDesk:
         except OSError as error:
             text = f"recordings cannot be written to {recorder.store.folder}: {error.strerror or error}"
             self._fail(ticket, CallError.FAILED_PRECONDITION, CallReason.RECORDING_FAILED, text)
-        except Exception:
+        except Exception:  # every command is answered, and a bug of the recorder ends no worker
             logger.exception("event=command_failed")
             self._fail(ticket, CallError.INTERNAL, CallReason.INTERNAL, "the recorder failed")
 

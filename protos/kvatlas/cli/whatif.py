@@ -83,7 +83,7 @@ def _ask(command: Sequence[str]) -> dict[str, Any]:
         reader.start()
         try:
             output = child.stdout.read()
-        except BaseException:
+        except BaseException:  # an interrupt as well: the child must not outlive it
             child.kill()
             raise
         status = child.wait()
