@@ -372,12 +372,23 @@ class ListPinnedPrefixesResponse(_message.Message):
     def __init__(self, pins: _Optional[_Iterable[_Union[PinnedPrefix, _Mapping]]] = ..., next_cursor: _Optional[str] = ...) -> None: ...
 
 class CancelRequestsRequest(_message.Message):
-    __slots__ = ("request_ids", "reason")
+    __slots__ = ("request_ids", "reason", "principal", "labels")
+    class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    PRINCIPAL_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
     request_ids: _containers.RepeatedScalarFieldContainer[str]
     reason: str
-    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ...) -> None: ...
+    principal: str
+    labels: _containers.ScalarMap[str, str]
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., principal: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class CancelRequestsResponse(_message.Message):
     __slots__ = ("cancelled_ids",)
@@ -410,10 +421,36 @@ class CaptureProfileRequest(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class CaptureProfileResponse(_message.Message):
-    __slots__ = ("file_name",)
+    __slots__ = ("file_name", "byte_count", "steps")
     FILE_NAME_FIELD_NUMBER: _ClassVar[int]
+    BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     file_name: str
-    def __init__(self, file_name: _Optional[str] = ...) -> None: ...
+    byte_count: int
+    steps: int
+    def __init__(self, file_name: _Optional[str] = ..., byte_count: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+
+class GetProfileRequest(_message.Message):
+    __slots__ = ("worker_id", "file_name", "first_byte")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    FILE_NAME_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BYTE_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    file_name: str
+    first_byte: int
+    def __init__(self, worker_id: _Optional[str] = ..., file_name: _Optional[str] = ..., first_byte: _Optional[int] = ...) -> None: ...
+
+class GetProfileResponse(_message.Message):
+    __slots__ = ("first_byte", "data", "file_name", "byte_count")
+    FIRST_BYTE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    FILE_NAME_FIELD_NUMBER: _ClassVar[int]
+    BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    first_byte: int
+    data: bytes
+    file_name: str
+    byte_count: int
+    def __init__(self, first_byte: _Optional[int] = ..., data: _Optional[bytes] = ..., file_name: _Optional[str] = ..., byte_count: _Optional[int] = ...) -> None: ...
 
 class StartRecordingRequest(_message.Message):
     __slots__ = ("worker_id", "lookback", "max_duration", "max_bytes", "include_token_ids", "note", "rotate")

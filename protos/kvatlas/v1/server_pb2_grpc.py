@@ -327,6 +327,11 @@ class AdminServiceStub(object):
                 request_serializer=kvatlas_dot_v1_dot_server__pb2.CaptureProfileRequest.SerializeToString,
                 response_deserializer=kvatlas_dot_v1_dot_server__pb2.CaptureProfileResponse.FromString,
                 _registered_method=True)
+        self.GetProfile = channel.unary_stream(
+                '/kvatlas.v1.AdminService/GetProfile',
+                request_serializer=kvatlas_dot_v1_dot_server__pb2.GetProfileRequest.SerializeToString,
+                response_deserializer=kvatlas_dot_v1_dot_server__pb2.GetProfileResponse.FromString,
+                _registered_method=True)
         self.StartRecording = channel.unary_unary(
                 '/kvatlas.v1.AdminService/StartRecording',
                 request_serializer=kvatlas_dot_v1_dot_server__pb2.StartRecordingRequest.SerializeToString,
@@ -405,7 +410,17 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CaptureProfile(self, request, context):
-        """Records a profile of the next steps of a worker.
+        """Records a profile of the next steps of a worker; one at a time. Answers
+        when it is written: after the steps, or shortly before the deadline with
+        those that ran (at most 60 s).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetProfile(self, request, context):
+        """The bytes of a profile, in order. A broken download goes on at
+        `first_byte`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -482,6 +497,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.CaptureProfile,
                     request_deserializer=kvatlas_dot_v1_dot_server__pb2.CaptureProfileRequest.FromString,
                     response_serializer=kvatlas_dot_v1_dot_server__pb2.CaptureProfileResponse.SerializeToString,
+            ),
+            'GetProfile': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetProfile,
+                    request_deserializer=kvatlas_dot_v1_dot_server__pb2.GetProfileRequest.FromString,
+                    response_serializer=kvatlas_dot_v1_dot_server__pb2.GetProfileResponse.SerializeToString,
             ),
             'StartRecording': grpc.unary_unary_rpc_method_handler(
                     servicer.StartRecording,
@@ -721,6 +741,33 @@ class AdminService(object):
             '/kvatlas.v1.AdminService/CaptureProfile',
             kvatlas_dot_v1_dot_server__pb2.CaptureProfileRequest.SerializeToString,
             kvatlas_dot_v1_dot_server__pb2.CaptureProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvatlas.v1.AdminService/GetProfile',
+            kvatlas_dot_v1_dot_server__pb2.GetProfileRequest.SerializeToString,
+            kvatlas_dot_v1_dot_server__pb2.GetProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

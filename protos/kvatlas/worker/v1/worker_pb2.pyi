@@ -378,19 +378,21 @@ class PromptLogprobs(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., columns: _Optional[_Union[LogprobColumns, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("step", "load", "pool", "revision")
+    __slots__ = ("step", "load", "pool", "revision", "estimated_wait_ms")
     STEP_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
+    ESTIMATED_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     step: int
     load: _server_pb2.WorkerLoad
     pool: _cache_pb2.PoolStats
     revision: _cache_pb2.Revision
-    def __init__(self, step: _Optional[int] = ..., load: _Optional[_Union[_server_pb2.WorkerLoad, _Mapping]] = ..., pool: _Optional[_Union[_cache_pb2.PoolStats, _Mapping]] = ..., revision: _Optional[_Union[_cache_pb2.Revision, _Mapping]] = ...) -> None: ...
+    estimated_wait_ms: int
+    def __init__(self, step: _Optional[int] = ..., load: _Optional[_Union[_server_pb2.WorkerLoad, _Mapping]] = ..., pool: _Optional[_Union[_cache_pb2.PoolStats, _Mapping]] = ..., revision: _Optional[_Union[_cache_pb2.Revision, _Mapping]] = ..., estimated_wait_ms: _Optional[int] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("command_id", "timeout_ms", "snapshot", "replay", "page_table", "estimate", "flush", "pin", "list_pins", "start_recording", "stop_recording", "get_recording", "profile", "log_level", "cancel", "integrity", "check_integrity", "list_recordings")
+    __slots__ = ("command_id", "timeout_ms", "snapshot", "replay", "page_table", "estimate", "flush", "pin", "list_pins", "start_recording", "stop_recording", "get_recording", "profile", "log_level", "cancel", "integrity", "check_integrity", "list_recordings", "get_profile")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
@@ -409,6 +411,7 @@ class Command(_message.Message):
     INTEGRITY_FIELD_NUMBER: _ClassVar[int]
     CHECK_INTEGRITY_FIELD_NUMBER: _ClassVar[int]
     LIST_RECORDINGS_FIELD_NUMBER: _ClassVar[int]
+    GET_PROFILE_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     timeout_ms: int
     snapshot: SnapshotRequest
@@ -427,7 +430,8 @@ class Command(_message.Message):
     integrity: _cache_pb2.GetIntegrityRequest
     check_integrity: _cache_pb2.RunIntegrityCheckRequest
     list_recordings: _server_pb2.ListRecordingsRequest
-    def __init__(self, command_id: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., snapshot: _Optional[_Union[SnapshotRequest, _Mapping]] = ..., replay: _Optional[_Union[ReplayRequest, _Mapping]] = ..., page_table: _Optional[_Union[_cache_pb2.GetPageTableRequest, _Mapping]] = ..., estimate: _Optional[_Union[_cache_pb2.EstimateCacheRequest, _Mapping]] = ..., flush: _Optional[_Union[_server_pb2.FlushPrefixCacheRequest, _Mapping]] = ..., pin: _Optional[_Union[PinPrefix, _Mapping]] = ..., list_pins: _Optional[_Union[_server_pb2.ListPinnedPrefixesRequest, _Mapping]] = ..., start_recording: _Optional[_Union[_server_pb2.StartRecordingRequest, _Mapping]] = ..., stop_recording: _Optional[_Union[_server_pb2.StopRecordingRequest, _Mapping]] = ..., get_recording: _Optional[_Union[_server_pb2.GetRecordingRequest, _Mapping]] = ..., profile: _Optional[_Union[_server_pb2.CaptureProfileRequest, _Mapping]] = ..., log_level: _Optional[_Union[_server_pb2.SetLogLevelRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ..., integrity: _Optional[_Union[_cache_pb2.GetIntegrityRequest, _Mapping]] = ..., check_integrity: _Optional[_Union[_cache_pb2.RunIntegrityCheckRequest, _Mapping]] = ..., list_recordings: _Optional[_Union[_server_pb2.ListRecordingsRequest, _Mapping]] = ...) -> None: ...
+    get_profile: _server_pb2.GetProfileRequest
+    def __init__(self, command_id: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., snapshot: _Optional[_Union[SnapshotRequest, _Mapping]] = ..., replay: _Optional[_Union[ReplayRequest, _Mapping]] = ..., page_table: _Optional[_Union[_cache_pb2.GetPageTableRequest, _Mapping]] = ..., estimate: _Optional[_Union[_cache_pb2.EstimateCacheRequest, _Mapping]] = ..., flush: _Optional[_Union[_server_pb2.FlushPrefixCacheRequest, _Mapping]] = ..., pin: _Optional[_Union[PinPrefix, _Mapping]] = ..., list_pins: _Optional[_Union[_server_pb2.ListPinnedPrefixesRequest, _Mapping]] = ..., start_recording: _Optional[_Union[_server_pb2.StartRecordingRequest, _Mapping]] = ..., stop_recording: _Optional[_Union[_server_pb2.StopRecordingRequest, _Mapping]] = ..., get_recording: _Optional[_Union[_server_pb2.GetRecordingRequest, _Mapping]] = ..., profile: _Optional[_Union[_server_pb2.CaptureProfileRequest, _Mapping]] = ..., log_level: _Optional[_Union[_server_pb2.SetLogLevelRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelCommand, _Mapping]] = ..., integrity: _Optional[_Union[_cache_pb2.GetIntegrityRequest, _Mapping]] = ..., check_integrity: _Optional[_Union[_cache_pb2.RunIntegrityCheckRequest, _Mapping]] = ..., list_recordings: _Optional[_Union[_server_pb2.ListRecordingsRequest, _Mapping]] = ..., get_profile: _Optional[_Union[_server_pb2.GetProfileRequest, _Mapping]] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
     __slots__ = ()
@@ -460,7 +464,14 @@ class CancelCommand(_message.Message):
     def __init__(self, command_id: _Optional[int] = ...) -> None: ...
 
 class CommandReply(_message.Message):
-    __slots__ = ("command_id", "more", "code", "error_reason", "message", "snapshot", "events", "page_table", "estimate", "flush", "pin", "pins", "start_recording", "stop_recording", "get_recording", "profile", "log_level", "integrity", "check_integrity", "list_recordings")
+    __slots__ = ("command_id", "more", "code", "error_reason", "message", "snapshot", "events", "page_table", "estimate", "flush", "pin", "pins", "start_recording", "stop_recording", "get_recording", "profile", "log_level", "integrity", "check_integrity", "list_recordings", "get_profile", "metadata")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
@@ -481,6 +492,8 @@ class CommandReply(_message.Message):
     INTEGRITY_FIELD_NUMBER: _ClassVar[int]
     CHECK_INTEGRITY_FIELD_NUMBER: _ClassVar[int]
     LIST_RECORDINGS_FIELD_NUMBER: _ClassVar[int]
+    GET_PROFILE_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     more: bool
     code: int
@@ -501,7 +514,9 @@ class CommandReply(_message.Message):
     integrity: _cache_pb2.GetIntegrityResponse
     check_integrity: _cache_pb2.RunIntegrityCheckResponse
     list_recordings: _server_pb2.ListRecordingsResponse
-    def __init__(self, command_id: _Optional[int] = ..., more: bool = ..., code: _Optional[int] = ..., error_reason: _Optional[_Union[_errors_pb2.ErrorReason, str]] = ..., message: _Optional[str] = ..., snapshot: _Optional[_Union[SnapshotReply, _Mapping]] = ..., events: _Optional[_Union[_cache_pb2.PageEventBatch, _Mapping]] = ..., page_table: _Optional[_Union[_cache_pb2.GetPageTableResponse, _Mapping]] = ..., estimate: _Optional[_Union[_cache_pb2.EstimateCacheResponse, _Mapping]] = ..., flush: _Optional[_Union[_server_pb2.FlushPrefixCacheResponse, _Mapping]] = ..., pin: _Optional[_Union[_server_pb2.PinnedPrefix, _Mapping]] = ..., pins: _Optional[_Union[_server_pb2.ListPinnedPrefixesResponse, _Mapping]] = ..., start_recording: _Optional[_Union[_server_pb2.StartRecordingResponse, _Mapping]] = ..., stop_recording: _Optional[_Union[_server_pb2.StopRecordingResponse, _Mapping]] = ..., get_recording: _Optional[_Union[_server_pb2.GetRecordingResponse, _Mapping]] = ..., profile: _Optional[_Union[_server_pb2.CaptureProfileResponse, _Mapping]] = ..., log_level: _Optional[_Union[_server_pb2.SetLogLevelResponse, _Mapping]] = ..., integrity: _Optional[_Union[_cache_pb2.GetIntegrityResponse, _Mapping]] = ..., check_integrity: _Optional[_Union[_cache_pb2.RunIntegrityCheckResponse, _Mapping]] = ..., list_recordings: _Optional[_Union[_server_pb2.ListRecordingsResponse, _Mapping]] = ...) -> None: ...
+    get_profile: _server_pb2.GetProfileResponse
+    metadata: _containers.ScalarMap[str, str]
+    def __init__(self, command_id: _Optional[int] = ..., more: bool = ..., code: _Optional[int] = ..., error_reason: _Optional[_Union[_errors_pb2.ErrorReason, str]] = ..., message: _Optional[str] = ..., snapshot: _Optional[_Union[SnapshotReply, _Mapping]] = ..., events: _Optional[_Union[_cache_pb2.PageEventBatch, _Mapping]] = ..., page_table: _Optional[_Union[_cache_pb2.GetPageTableResponse, _Mapping]] = ..., estimate: _Optional[_Union[_cache_pb2.EstimateCacheResponse, _Mapping]] = ..., flush: _Optional[_Union[_server_pb2.FlushPrefixCacheResponse, _Mapping]] = ..., pin: _Optional[_Union[_server_pb2.PinnedPrefix, _Mapping]] = ..., pins: _Optional[_Union[_server_pb2.ListPinnedPrefixesResponse, _Mapping]] = ..., start_recording: _Optional[_Union[_server_pb2.StartRecordingResponse, _Mapping]] = ..., stop_recording: _Optional[_Union[_server_pb2.StopRecordingResponse, _Mapping]] = ..., get_recording: _Optional[_Union[_server_pb2.GetRecordingResponse, _Mapping]] = ..., profile: _Optional[_Union[_server_pb2.CaptureProfileResponse, _Mapping]] = ..., log_level: _Optional[_Union[_server_pb2.SetLogLevelResponse, _Mapping]] = ..., integrity: _Optional[_Union[_cache_pb2.GetIntegrityResponse, _Mapping]] = ..., check_integrity: _Optional[_Union[_cache_pb2.RunIntegrityCheckResponse, _Mapping]] = ..., list_recordings: _Optional[_Union[_server_pb2.ListRecordingsResponse, _Mapping]] = ..., get_profile: _Optional[_Union[_server_pb2.GetProfileResponse, _Mapping]] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class SnapshotReply(_message.Message):
     __slots__ = ("revision", "chunk", "stats")
