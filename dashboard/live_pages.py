@@ -5,6 +5,7 @@ a Status, scripts and sockets read those. Never calls Streamlit.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -23,8 +24,9 @@ from kvatlas.client.errors import (
     Refused,
 )
 
-STALE_SECONDS = 3 * HEARTBEAT_SECONDS
-ROSTER_SECONDS = 2.0
+STALE_SECONDS = 2.5 * HEARTBEAT_SECONDS  # of silence: painted before the third second is over
+ROSTER_SECONDS = 0.5  # between two looks at who is there: a worker that the service has lost is told by it
+LOAD_SECONDS = 2.0
 FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.2, 5.0
 QUICK_BACKOFF_SECONDS = 1.0  # while a map is shown: who watches wants it back
 MAX_WORKERS = 64
@@ -52,6 +54,7 @@ class Follower:
         self.facts: WorkerFacts | None = None
         self.load: WorkerLoad | None = None
         self.gone_at: float | None = None  # since when the service no longer knows it
+        self.lost_at: float | None = None  # when the service last said that it has lost it
         self.faults = 0  # messages that did not fit: bugs
         self._source = source
         self._clock = clock
@@ -87,9 +90,16 @@ class Follower:
         if status.kind in ("live", "resync") and age > STALE_SECONDS:
             silent = "service" if now - self._heard_at > STALE_SECONDS else "worker"
             return replace(status, kind="stale", reason=f"nothing is heard of the {silent}")
+        if status.kind in ("live", "resync") and self._is_lost:
+            return replace(status, kind="stale", reason="the service has lost the worker")
         if self.gone_at is not None and status.kind != "live":
             return replace(status, kind="gone", reason="the service no longer knows this worker")
         return status
+
+    @property
+    def _is_lost(self) -> bool:
+        """Said by the service, and nothing newer was heard: no need to wait for silence."""
+        return self.lost_at is not None and self._fresh_at < self.lost_at
 
     def _run(self) -> None:
         failures = 0
@@ -175,6 +185,7 @@ class LivePages:
         self._lock = threading.Lock()  # of the table above
         self._server: ServerFacts | None = None
         self._failure = ""
+        self._next_load = -math.inf
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -237,16 +248,24 @@ class LivePages:
             self._ended.wait(wait)
 
     def _look(self) -> None:
+        asked_at = self._clock()
         self._server = self.source.server()
         known = {worker.worker_id: worker for worker in self._server.workers if worker.worker_id}
         self._forget_gone()
         for worker_id in known:
             self._add(worker_id)
+        for follower in self.followers():
+            facts = known.get(follower.worker_id)
+            follower.facts = facts or follower.facts
+            follower.gone_at = None if facts else follower.gone_at or asked_at
+            follower.lost_at = asked_at if facts and facts.state == "lost" else None
+        if asked_at >= self._next_load:
+            self._next_load = asked_at + LOAD_SECONDS
+            self._look_at_load()
+
+    def _look_at_load(self) -> None:
         loads = {load.worker_id: load for load in self.source.load()}
         for follower in self.followers():
-            follower.facts = known.get(follower.worker_id, follower.facts)
-            is_known = follower.worker_id in known
-            follower.gone_at = None if is_known else follower.gone_at or self._clock()
             load = loads.get(follower.worker_id)
             if load is not None:
                 follower.load = load

@@ -4,6 +4,8 @@ import { VERSION, decode } from "./decode.js";
 
 const FIRST_PAUSE_MS = 250, LAST_PAUSE_MS = 3000;
 const HIDDEN_HZ = 2;
+const SILENCE_MS = 2500; // a tick comes each second
+const WATCH_MS = 250;
 
 export class Feed {
   // `on`: hello(text), status(text), tick(text), frame(decoded).
@@ -15,6 +17,7 @@ export class Feed {
     this.bytes = 0;
     this.wishes = {};
     this.isClosed = false;
+    this.watch = setInterval(() => this.listen(), WATCH_MS);
     this.onVisible = () => this.send({ hz: document.hidden ? HIDDEN_HZ : this.hz });
     document.addEventListener("visibilitychange", this.onVisible);
     this.open();
@@ -25,12 +28,14 @@ export class Feed {
     socket.binaryType = "arraybuffer";
     this.socket = socket;
     this.queue = Promise.resolve();
+    this.status = this.heardAt = null;
     socket.onopen = () => {
       this.pause = FIRST_PAUSE_MS;
       if (Object.keys(this.wishes).length) socket.send(JSON.stringify(this.wishes));
       if (document.hidden) this.onVisible();
     };
     socket.onmessage = (event) => {
+      this.hear();
       this.bytes += event.data.byteLength ?? event.data.length;
       // Inflating takes its time; what follows must wait, or deltas would overtake their snapshot.
       this.queue = this.queue.then(() => this.take(event.data, socket)).catch((error) => this.fail(error));
@@ -44,6 +49,25 @@ export class Feed {
     };
   }
 
+  // Silence of the dashboard itself: its process hangs, or the way to it is cut without a word.
+  listen() {
+    const now = performance.now(), wasLate = now - this.listenedAt > 4 * WATCH_MS;
+    this.listenedAt = now;
+    // After a pause of this tab the messages of that time are still to be read. A hidden tab has slow timers.
+    if (wasLate || document.hidden || !this.heardAt || this.socket.readyState !== WebSocket.OPEN) return;
+    const silence = now - this.heardAt;
+    if (silence < SILENCE_MS) return;
+    this.isSilent = true;
+    this.on.status({ status: "stale", reason: "nothing is heard of the dashboard", age_ms: silence });
+  }
+
+  hear() {
+    if (this.heardAt !== null) this.heardAt = performance.now();
+    if (!this.isSilent) return;
+    this.isSilent = false;
+    if (this.status) this.on.status(this.status);
+  }
+
   async take(data, socket) {
     if (socket !== this.socket) return;
     if (typeof data !== "string") {
@@ -52,6 +76,9 @@ export class Feed {
     }
     const text = JSON.parse(data);
     if (text.type === "hello" && text.version !== VERSION) throw new Error(`version ${text.version}`);
+    if (text.type === "status") this.status = text;
+    if (text.status === "connecting") this.heardAt = null; // no map, no ticks
+    if (text.type === "tick") this.heardAt = performance.now(); // from now on one comes each second
     this.on[text.type]?.(text);
   }
 
@@ -72,6 +99,7 @@ export class Feed {
   close() {
     this.isClosed = true;
     clearTimeout(this.timer);
+    clearInterval(this.watch);
     document.removeEventListener("visibilitychange", this.onVisible);
     this.socket.close();
   }

@@ -28,8 +28,9 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-ge
 ROOT = Path(__file__).parents[2]
 PAGES = 255
 PIXEL_LIMIT_MS = 250.0  # from the allocation of a page to its colour, p95
-STALE_SECONDS = 3.5
-BUSY_SECONDS = 2.0  # allowed on top where other tests hold the cores
+STALE_SECONDS = 3.0  # from the last sign of life to a screen that says so
+CRASH_SECONDS = 2.0  # the same where the connection breaks: no need to wait for silence; 1 on a quiet machine
+STALL_SECONDS = 0.2  # a thread that waits longer for a core: the limits grow by that
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
 
 
@@ -278,27 +279,93 @@ def test_pages_are_painted_soon_after_they_are_allocated(tab: Tab, stack: tuple[
     assert p95 <= PIXEL_LIMIT_MS, delays
 
 
-def test_a_killed_worker_is_stale_then_restarted_without_reload(
-    start_server: Callable[..., Any], browser: Any, tmp_path: Path
+WATCH_STATES = """(node) => {
+  window.states = [];
+  const note = () => window.states.push([Date.now(), node.dataset.state, node.classList.contains("stale")]);
+  new MutationObserver(note).observe(node, { attributes: true, attributeFilter: ["data-state", "class"] });
+}"""
+
+
+class Stalls:
+    """The longest time that this machine did not let a thread run, so that no limit is judged by it."""
+
+    def __enter__(self) -> "Stalls":
+        self.longest = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._tick, daemon=True)
+        self._thread.start()
+        return self
+
+    def _tick(self) -> None:
+        before = time.monotonic()
+        while not self._ended.wait(0.02):
+            now = time.monotonic()
+            self.longest, before = max(self.longest, now - before), now
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def seconds_until_stale(tab: Tab, process_id: int, number: int) -> float:
+    """From the signal to the screen's first word of it, both on this machine's clock, taken in the page."""
+    tab.node.evaluate(WATCH_STATES)
+    sent_ms = time.time_ns() / 1e6
+    os.kill(process_id, number)
+    told = lambda: tab.page.evaluate(  # noqa: E731
+        "(since) => window.states.find(([at, , isStale]) => at >= since && isStale)", sent_ms
+    )
+    tab.until(told, "a stale map", 20)
+    return float(told()[0] - sent_ms) / 1000.0
+
+
+@pytest.mark.parametrize(
+    ("number", "limit"), [(signal.SIGSTOP, STALE_SECONDS), (signal.SIGKILL, CRASH_SECONDS)]
+)
+def test_a_lost_worker_is_on_the_screen_in_time_and_its_next_life_too(
+    start_server: Callable[..., Any], browser: Any, tmp_path: Path, number: int, limit: float
 ) -> None:
     server = start_server("--runner", "fake", "--model", "random:tiny", "--num-pages", str(PAGES))
     dashboard = Dashboard(tmp_path, server.address)
     tab = Tab(browser, dashboard.url)
     try:
         tab.wait_live()
-        killed = time.monotonic()
-        os.kill(server.process_ids["worker"], signal.SIGSTOP)
-        tab.until(lambda: tab.told("state") not in ("live", "resync"), "a stale map", 20)
-        assert time.monotonic() - killed <= STALE_SECONDS + BUSY_SECONDS
-        assert "stale" in (tab.node.get_attribute("class") or "")
+        with Stalls() as stalls:
+            seconds = seconds_until_stale(tab, server.process_ids["worker"], number)
+        print(
+            f"{signal.Signals(number).name} to screen: {seconds:.2f} s, longest stall {stalls.longest:.2f} s"
+        )
+        assert seconds <= limit + (stalls.longest if stalls.longest > STALL_SECONDS else 0.0)
         assert sum(tab.counts().values()) == PAGES + 1, "the last map stays"
-        os.kill(server.process_ids["worker"], signal.SIGKILL)
+        if number == signal.SIGSTOP:
+            os.kill(server.process_ids["worker"], signal.SIGKILL)
         tab.until(lambda: tab.told("state") == "live", "a live map of the new worker", 60)
         tab.until(lambda: "restarted" in tab.page.locator(".banner").first.inner_text(), "a word of it")
         assert sum(tab.counts().values()) == PAGES + 1
         assert len(tab.sockets) == 1, "the browser's socket has lived through it"
         assert tab.errors == []
     finally:
+        tab.close()
+        dashboard.end()
+
+
+def test_a_dashboard_that_hangs_is_on_the_screen_in_time(
+    fake_server: Any, browser: Any, tmp_path: Path
+) -> None:
+    dashboard = Dashboard(tmp_path, fake_server.address)
+    tab = Tab(browser, dashboard.url)
+    try:
+        tab.wait_live()
+        tab.until(lambda: tab.node.evaluate("(node) => node.getRootNode().kvatlasMap.feed.heardAt"), "a tick")
+        with Stalls() as stalls:
+            seconds = seconds_until_stale(tab, dashboard.process.pid, signal.SIGSTOP)
+        print(f"SIGSTOP of the dashboard to screen: {seconds:.2f} s")
+        assert seconds <= STALE_SECONDS + (stalls.longest if stalls.longest > STALL_SECONDS else 0.0)
+        os.kill(dashboard.process.pid, signal.SIGCONT)
+        tab.until(lambda: tab.told("state") == "live", "a live map again")
+        assert tab.errors == []
+    finally:
+        os.kill(dashboard.process.pid, signal.SIGCONT)
         tab.close()
         dashboard.end()
 
