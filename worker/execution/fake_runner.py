@@ -20,6 +20,7 @@ from worker.scheduling.step import RowStart, Step, StepResult, TokenLogprob
 
 UNWRITTEN = -1
 POISON = -2
+SLOW_STEP_SECONDS = 0.1
 _MASK = 0xFFFFFFFFFFFFFFFF
 
 
@@ -82,14 +83,14 @@ class FakeHandle:
     def __init__(self, runner: "FakeRunner", step: Step, ready_time: float) -> None:
         self.step = step
         self._runner = runner
-        self._ready_time = ready_time
+        self.ready_time = ready_time
         self.outcome: StepResult | None = None
         self.poison: list[int] = []  # pages to be filled behind this step
 
     def result(self) -> StepResult:
         """Runs everything launched up to this step; waits for its time."""
         self._runner.run_until(self)
-        wait = self._ready_time - time.monotonic()
+        wait = self.ready_time - time.monotonic()
         if wait > 0:
             time.sleep(wait)
         assert self.outcome is not None, f"step {self.step.number} was never run"
@@ -117,7 +118,8 @@ class FakeRunner:
     ``lazy``: steps run as late as a device may run them, when a result is waited for, so the host's
     changes after the launch come first. ``is_held``: whether a page may be touched now; a step that
     touches one that went back to the pool under it is a bug (H6). ``fail``: whether and why the span
-    of a sequence that ends at a position fails. ``step_seconds``: what a step seems to take.
+    of a sequence that ends at a position fails. ``step_seconds``: what a step seems to take. ``is_slow``:
+    whether a step takes SLOW_STEP_SECONDS now, so that what runs goes on running while someone looks.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class FakeRunner:
         is_held: Callable[[int], bool] | None = None,
         fail: Callable[[SequenceId, int], str | None] | None = None,
         step_seconds: float = 0.0,
+        is_slow: Callable[[], bool] | None = None,
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
@@ -149,6 +152,7 @@ class FakeRunner:
         self._is_held = is_held
         self._fail = fail
         self._step_seconds = step_seconds
+        self._is_slow = is_slow
         self._busy_until = 0.0
         self._queue: deque[FakeHandle] = deque()
 
@@ -156,8 +160,11 @@ class FakeRunner:
     def launch(self, step: Step) -> FakeHandle:
         """Queues a step."""
         ready = 0.0
-        if self._step_seconds:
-            self._busy_until = ready = max(self._busy_until, time.monotonic()) + self._step_seconds
+        seconds = self._step_seconds
+        if self._is_slow is not None and self._is_slow():
+            seconds = max(seconds, SLOW_STEP_SECONDS)
+        if seconds:
+            self._busy_until = ready = max(self._busy_until, time.monotonic()) + seconds
         handle = FakeHandle(self, step, ready)
         self._queue.append(handle)
         if not self._lazy:
