@@ -11,20 +11,20 @@ import hmac
 import logging
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from service import errors
-from service.admission import Admission
+from service.admission import Quota
 from service.interceptor import metadata_value
 from service.request import Call
 
 SCOPES = frozenset({"generate", "cache.read", "priority", "admin"})
 MAX_FILE_BYTES = 1 << 20
 MAX_TOKEN_LENGTH = 4096
-MAX_ACTIVE_REQUESTS = 1 << 20
+MAX_REQUESTS = 1 << 20  # of a limit
 RELOAD_SECONDS = 2.0
 OTHERS_MODE = (
     0o037  # its group may read, as a mounted secret of Kubernetes needs; nobody else may do anything
@@ -40,6 +40,8 @@ _SCOPE_OF_SERVICE = {
     "/kvatlas.v1.ServerService": "",  # any valid credential
 }
 _BEARER = "Bearer "
+_LIMITS = ("max_active_requests", "max_queued_requests")
+_KEYS = frozenset({"name", "tenant", "token_sha256", "san", "scopes", *_LIMITS})
 
 log = logging.getLogger("service.auth")
 
@@ -58,6 +60,7 @@ class Principal:
     digests: tuple[bytes, ...] = field(default=(), repr=False)
     sans: tuple[str, ...] = ()
     max_active_requests: int = 0  # generations at once in one process; 0: no limit of its own
+    max_queued_requests: int = 0  # those of them that no worker has admitted yet; 0: no limit of its own
 
 
 class Principals:
@@ -134,9 +137,7 @@ def _principal(number: int, entry: Any) -> Principal:
     where = f"principal {number}"
     if not isinstance(entry, Mapping):
         raise AuthFileError(f"{where} is no table")
-    if unknown := sorted(
-        entry.keys() - {"name", "tenant", "token_sha256", "san", "scopes", "max_active_requests"}
-    ):
+    if unknown := sorted(entry.keys() - _KEYS):
         raise AuthFileError(f"{where}: no such key: {', '.join(unknown)}")
     name, tenant = entry.get("name", ""), entry.get("tenant", "")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -152,11 +153,12 @@ def _principal(number: int, entry: Any) -> Principal:
         raise AuthFileError(f"{where}: has neither token_sha256 nor san")
     if unknown := sorted(set(scopes) - SCOPES):
         raise AuthFileError(f"{where}: no such scope: {', '.join(unknown)}")
-    limit = entry.get("max_active_requests", 0)
-    if type(limit) is not int or not 0 <= limit <= MAX_ACTIVE_REQUESTS:
-        raise AuthFileError(f"{where}: max_active_requests is not 0 to {MAX_ACTIVE_REQUESTS}")
+    limits = [entry.get(key, 0) for key in _LIMITS]
+    for key, limit in zip(_LIMITS, limits, strict=True):
+        if type(limit) is not int or not 0 <= limit <= MAX_REQUESTS:
+            raise AuthFileError(f"{where}: {key} is not 0 to {MAX_REQUESTS}")
     plain = tuple(san.partition(":")[2] for san in sans)
-    return Principal(name, tenant, frozenset(scopes), tuple(map(bytes.fromhex, digests)), plain, limit)
+    return Principal(name, tenant, frozenset(scopes), tuple(map(bytes.fromhex, digests)), plain, *limits)
 
 
 def _texts(where: str, entry: Mapping[str, Any], key: str) -> list[str]:
@@ -173,8 +175,8 @@ class Authenticator:
         self._path = path
         self._stamp = _stamp(path)
         self.principals = read_principals(path)
-        self.num_failed_reloads = 0
-        self._quotas: dict[str, Admission] = {}  # by principal; kept over reloads, since their calls go on
+        self.on_refused: Callable[[], object] = lambda: None  # a new file was refused, the old one stays
+        self._quotas: dict[str, Quota] = {}  # by principal; kept over reloads, since their calls go on
 
     def check(self, call: Call, context: Any) -> None:
         """Fills in who calls; raises Failure for nobody, and for one who may not."""
@@ -187,11 +189,9 @@ class Authenticator:
         if scope and scope not in principal.scopes:
             raise errors.missing_scope(scope)
 
-    def _quota_of(self, principal: Principal) -> Admission | None:
-        if not principal.max_active_requests:
-            return None
-        quota = self._quotas.setdefault(principal.name, Admission(principal.max_active_requests))
-        quota.max_calls = principal.max_active_requests
+    def _quota_of(self, principal: Principal) -> Quota:
+        quota = self._quotas.setdefault(principal.name, Quota())
+        quota.limit(principal.max_active_requests, principal.max_queued_requests)
         return quota
 
     async def keep_up(self) -> None:
@@ -209,7 +209,7 @@ class Authenticator:
         try:
             self.principals = read_principals(self._path)
         except AuthFileError as error:
-            self.num_failed_reloads += 1
+            self.on_refused()
             log.error('event=auth_file_refused kept=old why="%s"', error)
             return False
         log.info("event=auth_file_read principals=%d", len(self.principals))

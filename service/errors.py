@@ -222,12 +222,14 @@ def queue_full(estimated_wait_ms: int, attempts_before: int) -> Failure:
     )
 
 
-def quota_exceeded(principal: str, max_active_requests: int) -> Failure:
-    """The caller runs as many generations as he may; others are not touched."""
+def quota_exceeded(principal: str, limit: str, value: int) -> Failure:
+    """The caller has as many as that limit of the auth file allows; others are not touched."""
+    what = "waiting" if limit == "max_queued_requests" else "active"
     return Failure(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "QUOTA_EXCEEDED",
-        f"{max_active_requests} requests of this caller are active already",
+        f"{value} requests of this caller are {what} already",
+        {"limit": limit, "value": str(value)},
         retry_ms=1000,
         quota_subject=f"principal:{principal}",
     )
@@ -273,6 +275,12 @@ def not_ready() -> Failure:
 
 
 # The rest
+
+
+def cancelled_by_operator(why: str) -> Failure:
+    """An operator ended it; `why` are his words."""
+    message = f"ended by an operator: {why}" if why else "ended by an operator"
+    return Failure(grpc.StatusCode.CANCELLED, "CANCELLED_BY_OPERATOR", message)
 
 
 def worker_lost(worker_id: str, tokens_sent: int, *, anything_sent: bool) -> Failure:

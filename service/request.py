@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Protocol
 
-from service.admission import Admission
+from service.admission import Quota
 
 NO_TOKEN = 0xFFFFFFFF
 """In a step's token ids: no token, only the end of the sequence."""
@@ -148,6 +148,11 @@ class Request:
     traceparent: str = ""
     receive_time_ns: int = 0  # Unix time
     deadline: float | None = None  # monotonic clock
+
+    @property
+    def page_salt(self) -> bytes:
+        """Part of the key of every page: tenant, a zero byte, the client's salt."""
+        return self.tenant.encode() + b"\0" + self.cache_salt
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +335,7 @@ class Call:
     request_id: str = ""
     principal: str = ""
     tenant: str = ""
-    quota: Admission | None = None  # generations of the principal; None: no limit of its own
+    quota: Quota | None = None  # of the principal; None: no limit of its own
     scopes: frozenset[str] | None = None  # None: no credentials are asked for, everything is allowed
     code: str = "OK"  # name of the status that the guard gave
 

@@ -89,6 +89,8 @@ class Service:
             e2e_buckets=config.e2e_buckets,
         )
         self._auth = _authenticator(config)
+        if self._auth is not None:
+            self._auth.on_refused = metrics.auth_reload_failures.inc
         self._auth_task: asyncio.Task[None] | None = None
         self._threads = TextThreads()
         self._loop = loop

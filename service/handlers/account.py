@@ -4,7 +4,7 @@ Owns its clock readings, all of the monotonic clock: uvloop's ticks in milliseco
 by who sends the message.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from service.metrics import ServiceMetrics
 from service.request import SequenceStart, sampled_trace_id
@@ -21,7 +21,7 @@ class RequestAccount:
 
     __slots__ = (
         *("_exemplar", "_last_sent", "_metrics"),
-        *("admitted_at", "events", "first_token_at", "last_token_at", "received"),
+        *("admitted_at", "events", "first_token_at", "last_token_at", "on_admitted", "received"),
     )
 
     def __init__(self, metrics: ServiceMetrics, received: float, traceparent: str = "") -> None:
@@ -31,6 +31,7 @@ class RequestAccount:
         self._exemplar = {"trace_id": trace_id} if trace_id else None
         self.events: list[AccountEvent] = []  # rare ones, between admission and end
         self._last_sent: dict[int, float] = {}  # by sample
+        self.on_admitted: Callable[[], None] | None = None
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
@@ -38,6 +39,8 @@ class RequestAccount:
     def admitted(self, now: float, prompt_tokens: int, start: SequenceStart | None) -> None:
         """The request has its pages."""
         self.admitted_at = now
+        if self.on_admitted is not None:
+            self.on_admitted()
         self._metrics.queue.observe(now - self.received)
         self._metrics.prompt_tokens.inc(prompt_tokens)
         self._metrics.request_prompt_tokens.observe(prompt_tokens)

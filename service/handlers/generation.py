@@ -15,6 +15,7 @@ from typing import Any
 from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc
 from service import errors
+from service.admission import Permit, Share
 from service.errors import Failure, Violation
 from service.fleet.mirrors import PageMirrors
 from service.fleet.prefix_hint import cached_tokens, page_fingerprints
@@ -150,22 +151,30 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         account = RequestAccount(self._backstage.metrics, call.received, call.traceparent)
         request: Request | None = None
         live: LiveCall | None = None
-        permit = share = None
+        permit: Permit | None = None
+        share: Share | None = None
         failure: Failure | None = None
         reason = AbortReason.SERVICE_ERROR
         is_cancelled = False
         try:
             request, facts = self._opening.check(spec, faults, call)
-            live = self._backstage.live.enter(request.request_id, request.tenant)
+            live = self._backstage.live.enter(
+                request.request_id, request.tenant, call.principal, request.labels
+            )
             if live is None:
                 raise errors.duplicate_request_id(request.request_id)
-            if call.quota is not None and (share := call.quota.enter()) is None:
-                raise errors.quota_exceeded(call.principal, call.quota.max_calls)
+            if call.quota is not None:
+                if (limit := call.quota.full()) is not None:
+                    raise errors.quota_exceeded(call.principal, *limit)
+                share = call.quota.enter()
+                account.on_admitted = share.started
             permit = self._backstage.admission.enter()
             if permit is None:
                 raise errors.queue_full(0, call.attempts_before)
             request = self._opening.complete(request, await self._backstage.prompts.ids_of(spec), facts)
             live.run = run = self._opening.run_of(request, shape, account, call)
+            if live.failure is not None:
+                raise live.failure
             if live.is_cancelled:
                 run.cancel()
             else:

@@ -1,12 +1,15 @@
-"""The generations in progress here, by request id: for duplicates, cancels, the drain and the gauges.
+"""The generations in progress here, by tenant and request id: for duplicates, cancels, the drain and gauges.
 
 Owns the table. An entry is there from the id's check to the end of the call, or until a slow reader lost it.
 """
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
+from service.errors import Failure
 from service.handlers.run import GenerationRun
+from service.request import AbortReason
 
 
 @dataclass(slots=True, eq=False)
@@ -15,9 +18,12 @@ class LiveCall:
 
     request_id: str
     tenant: str
+    principal: str
+    labels: Mapping[str, str]
     task: "asyncio.Task[object] | None"
     run: GenerationRun | None = None
     is_cancelled: bool = False
+    failure: Failure | None = field(default=None)  # what ends it, if that was decided before it had a run
 
     def cancel(self) -> None:
         """CancelGeneration, wherever the call stands."""
@@ -25,36 +31,53 @@ class LiveCall:
         if self.run is not None:
             self.run.cancel()
 
+    def fail(self, failure: Failure, reason: AbortReason) -> None:
+        """Ends it with a status. Its pages go now, also while its reader does not read."""
+        self.failure = self.failure or failure
+        if self.run is not None:
+            self.run.fail(failure, reason)
+            self.run.close(reason)
+
+    def fits(self, request_ids: Collection[str], principal: str, labels: Mapping[str, str]) -> bool:
+        """Whether it is one of those meant; what is empty does not matter."""
+        return (
+            (not request_ids or self.request_id in request_ids)
+            and (not principal or self.principal == principal)
+            and all(self.labels.get(key) == value for key, value in labels.items())
+        )
+
 
 class LiveCalls:
-    """All of them. One per request id."""
+    """All of them. One per request id and tenant, so that no tenant learns of another's ids."""
 
     def __init__(self) -> None:
-        self._calls: dict[str, LiveCall] = {}
+        self._calls: dict[tuple[str, str], LiveCall] = {}
         self._empty: asyncio.Event | None = None
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def enter(self, request_id: str, tenant: str) -> LiveCall | None:
-        """A place under this id; None: the id is in flight."""
-        if request_id in self._calls:
+    def enter(
+        self, request_id: str, tenant: str, principal: str = "", labels: Mapping[str, str] | None = None
+    ) -> LiveCall | None:
+        """A place under this id; None: the tenant has it in flight."""
+        if (tenant, request_id) in self._calls:
             return None
-        call = LiveCall(request_id, tenant, asyncio.current_task())
-        self._calls[request_id] = call
+        call = LiveCall(request_id, tenant, principal, labels or {}, asyncio.current_task())
+        self._calls[tenant, request_id] = call
         return call
 
     def leave(self, call: LiveCall) -> None:
         """Frees the id; may be called twice."""
-        if self._calls.get(call.request_id) is call:
-            del self._calls[call.request_id]
+        key = (call.tenant, call.request_id)
+        if self._calls.get(key) is call:
+            del self._calls[key]
             if not self._calls and self._empty is not None:
                 self._empty.set()
 
     def find(self, request_id: str, tenant: str) -> LiveCall | None:
         """The call of that id, if it belongs to that tenant."""
-        call = self._calls.get(request_id)
-        return call if call is not None and call.tenant == tenant else None
+        return self._calls.get((tenant, request_id))
 
     async def wait_until_empty(self) -> None:
         """Returns once no generation is left."""

@@ -52,4 +52,6 @@ def outcome_of(failure: Failure | None, *, was_admitted: bool, was_cancelled: bo
         return "cancelled" if was_cancelled else "completed"
     if failure.status is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "deadline"
+    if failure.status is grpc.StatusCode.CANCELLED:
+        return "cancelled"
     return "failed" if was_admitted else "rejected"

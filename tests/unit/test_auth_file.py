@@ -71,6 +71,7 @@ def test_certificates_are_found_by_any_of_their_names(tmp_path: Path) -> None:
         (entry(TOKEN).replace(f'["{digest(TOKEN)}"]', "7"), "no list of texts"),
         (entry(TOKEN, more="max_active_requests = -1"), "max_active_requests is not 0 to"),
         (entry(TOKEN, more="max_active_requests = true"), "max_active_requests is not 0 to"),
+        (entry(TOKEN, more="max_queued_requests = -1"), "max_queued_requests is not 0 to"),
         (entry(), "neither token_sha256 nor san"),
         (entry(TOKEN, more='san = ["a.internal"]'), "begins with none of"),
         (entry(TOKEN) + entry(TOKEN, name="team-b"), "token of another principal"),
@@ -97,6 +98,8 @@ def test_a_changed_file_is_read_and_a_wrong_one_leaves_the_old_in_force(
 ) -> None:
     path = written(tmp_path / "auth.toml", entry(TOKEN))
     auth = Authenticator(path)
+    refusals: list[int] = []
+    auth.on_refused = lambda: refusals.append(1)
     assert not auth.reload(), "nothing has changed"
     written(path, entry(TOKEN, NEXT_TOKEN))
     assert auth.reload()
@@ -106,7 +109,7 @@ def test_a_changed_file_is_read_and_a_wrong_one_leaves_the_old_in_force(
             change()
             assert not auth.reload()
     assert auth.principals.of_token(TOKEN) is not None
-    assert auth.num_failed_reloads == 2
+    assert refusals == [1, 1]
     assert TOKEN not in caplog.text
     written(path, entry(NEXT_TOKEN))
     assert auth.reload()
