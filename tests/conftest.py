@@ -114,10 +114,16 @@ class Hold:
         self._path.unlink(missing_ok=True)
 
 
+@pytest.fixture(scope="session")
+def make_hold(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Hold]:
+    """For workers that several tests share."""
+    return lambda: Hold(tmp_path_factory.mktemp("hold") / "slow")
+
+
 @pytest.fixture
-def hold(tmp_path_factory: pytest.TempPathFactory) -> Hold:
+def hold(make_hold: Callable[[], Hold]) -> Hold:
     """Is on when the test begins."""
-    return Hold(tmp_path_factory.mktemp("hold") / "slow")
+    return make_hold()
 
 
 @dataclass
