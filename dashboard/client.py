@@ -31,10 +31,12 @@ from kvatlas.client.channel import (
 from kvatlas.client.errors import from_rpc_error
 from kvatlas.client.events import Event
 from kvatlas.client.request import Message, Options, build_stream, build_tokenize, duration
-from kvatlas.client.sync import TokenStream
+from kvatlas.client.resume import Course
+from kvatlas.client.token_stream import TokenStream
 from kvatlas.v1 import cache_pb2 as pb
 from kvatlas.v1 import (
     cache_pb2_grpc,
+    generation_pb2,
     generation_pb2_grpc,
     server_pb2,
     server_pb2_grpc,
@@ -235,10 +237,12 @@ class ServiceSource:
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AnswerStream:
         """An answer as it comes."""
-        call = self._generation().StreamGenerate(
-            build_stream(prompt, options, True, 0), timeout=STREAM_TIMEOUT_SECONDS, metadata=self._metadata()
-        )
-        return TokenStream(call, self._address)
+        course = Course(build_stream(prompt, options, True, 0), timeout_seconds=STREAM_TIMEOUT_SECONDS)
+        return TokenStream(course, self._open_stream, self._address)
+
+    def _open_stream(self, request: generation_pb2.StreamGenerateRequest, timeout_seconds: float) -> Any:
+        stub = self._generation()
+        return stub.StreamGenerate(request, timeout=timeout_seconds, metadata=self._metadata())
 
     # life
 

@@ -179,7 +179,7 @@ def server() -> Iterator[tuple[ScriptedServer, str]]:
 
 
 def test_a_stream_gives_typed_events_in_order(server: tuple[ScriptedServer, str]) -> None:
-    with Client(server[1]) as client, client.stream("hello") as stream:
+    with Client(server[1]) as client, client.stream("hello", output="both") as stream:
         events = list(stream)
     assert [type(event) for event in events] == [Started, Delta, Delta, Delta, Finished, Summary]
     whole = gather(events)
@@ -299,11 +299,12 @@ def test_a_call_that_no_server_took_is_retried_by_the_service_config(
 @pytest.mark.parametrize(
     ("script", "kind"), [("lost after start", ServerFailure), ("down after start", Unavailable)]
 )
-def test_nothing_is_retried_after_started(
+def test_nothing_is_retried_after_started_where_resume_is_off_or_the_server_says_so(
     server: tuple[ScriptedServer, str], script: str, kind: type[Exception]
 ) -> None:
     scripted, address = server
-    with Client(address) as client:
+    resume_seconds = 0.0 if script == "down after start" else 30.0
+    with Client(address, resume_seconds=resume_seconds) as client:
         stream = client.stream(script)
         assert isinstance(next(stream), Started)
         with pytest.raises(kind):

@@ -11,7 +11,8 @@ from kvatlas.cli.exits import DONE, USAGE, CommandFailed
 from kvatlas.client.events import Delta, Event, Finished, Generation, Summary
 from kvatlas.client.request import Message, Options, Prompt
 from kvatlas.client.stream import gather
-from kvatlas.client.sync import Client, TokenStream
+from kvatlas.client.sync import Client
+from kvatlas.client.token_stream import TokenStream
 
 
 def run(settings: Namespace) -> int:

@@ -11,7 +11,7 @@ call `close()`, or drop the stream. gRPC itself would let an abandoned call run 
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -25,13 +25,23 @@ from kvatlas.client.channel import (
     INFO_SERVICE_CONFIG,
     SERVICE_CONFIG,
     SHORT_TIMEOUT_SECONDS,
-    channel_options,
+    Target,
 )
+from kvatlas.client.credentials import Credentials
 from kvatlas.client.errors import KvatlasError, Unavailable, from_rpc_error
-from kvatlas.client.events import Delta, Event, Generation, Tokens, read_event, read_generation, read_tokens
-from kvatlas.client.request import Message, Options, Prompt, build_spec, build_stream, build_tokenize
-from kvatlas.client.stream import StreamOrder
-from kvatlas.client.watch import Reconnect, WatchOptions, watch_request
+from kvatlas.client.events import Generation, Tokens, read_generation, read_tokens
+from kvatlas.client.request import (
+    Message,
+    Options,
+    Prompt,
+    build_spec,
+    build_stream,
+    build_tokenize,
+    duration,
+)
+from kvatlas.client.resume import DEFAULT_RESUME_SECONDS, Course
+from kvatlas.client.token_stream import AsyncTokenStream
+from kvatlas.client.watch import WATCH_TIMEOUT_SECONDS, Reconnect, WatchOptions, watch_request
 from kvatlas.v1 import (
     cache_pb2,
     cache_pb2_grpc,
@@ -45,62 +55,25 @@ if TYPE_CHECKING:
     from kvatlas.client.page_map import PageMap
 
 
-class AsyncTokenStream:
-    """Events of one generation, in the order of StreamGenerate. Iterate it once."""
-
-    def __init__(self, call: Any, address: str) -> None:
-        self._call = call
-        self._address = address
-        self._order = StreamOrder()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Event:
-        try:
-            while (message := await self._call.read()) is not grpc.aio.EOF:
-                event = read_event(message)
-                if event is not None:
-                    self._order.check(event)
-                    return event
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, self._address) from None
-        except BaseException:  # the task was cancelled, or an event is out of order
-            self.close()
-            raise
-        self._order.end()
-        raise StopAsyncIteration
-
-    async def text(self, index: int = 0) -> AsyncIterator[str]:
-        """Only the pieces of text of one choice."""
-        async for event in self:
-            if isinstance(event, Delta) and event.index == index:
-                yield event.text
-
-    def close(self) -> None:
-        """Cancels what is not finished; harmless after the end. Does not wait."""
-        self._call.cancel()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-
 class AsyncClient:
-    """A server by its address (`host:port`, `dns:///name:port`, `unix:path`)."""
+    """A service by its address: `host:port`, `dns:///name:port`, `unix:path`, or several `ip:port`.
+
+    A stream whose server is lost goes on elsewhere, for `resume_seconds` at most; 0: never.
+    Raises CredentialsError and ValueError for what cannot be used as it stands.
+    """
 
     def __init__(
-        self, address: str = DEFAULT_ADDRESS, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+        self,
+        address: str | Sequence[str] = DEFAULT_ADDRESS,
+        *,
+        credentials: Credentials | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        resume_seconds: float = DEFAULT_RESUME_SECONDS,
     ) -> None:
-        self.address = address
+        self._target = Target(address, credentials)
+        self.address = str(self._target)
         self._timeout = timeout_seconds
+        self._resume_seconds = resume_seconds
         self._channels: dict[int, grpc.aio.Channel] = {}
 
     # generation
@@ -119,12 +92,14 @@ class AsyncClient:
         timeout_seconds: float | None = None,
         queue_updates: bool = False,
         min_tokens_per_message: int = 0,
+        max_hold_seconds: float | None = None,
         **options: Unpack[Options],
     ) -> AsyncTokenStream:
         """The answer as it comes. Use it in an `async with` block."""
-        request = build_stream(prompt, options, queue_updates, min_tokens_per_message)
-        call = self._generation().StreamGenerate(request, timeout=timeout_seconds or self._timeout)
-        return AsyncTokenStream(call, self.address)
+        request = build_stream(prompt, options, queue_updates, min_tokens_per_message, max_hold_seconds)
+        timeout = timeout_seconds or self._timeout
+        course = Course(request, timeout_seconds=timeout, resume_seconds=self._resume_seconds)
+        return AsyncTokenStream(course, self._open_stream, self.address)
 
     async def chat(
         self, messages: Sequence[Message], *, timeout_seconds: float | None = None, **options: Unpack[Options]
@@ -178,6 +153,29 @@ class AsyncClient:
         )
         return answer.load
 
+    async def watch_load(
+        self, *, interval_seconds: float = 1.0, reconnect_seconds: float = 0.0
+    ) -> AsyncGenerator[server_pb2.Load, None]:
+        """The load as the server pushes it; connects again after a loss, as `watch_pages` does.
+        Wrap it in `contextlib.aclosing` where the loop may be left early.
+        """
+        request = server_pb2.WatchLoadRequest(interval=duration(interval_seconds))
+        reconnect = Reconnect(reconnect_seconds, time.monotonic)
+        while True:
+            call = self._server().WatchLoad(
+                request, timeout=WATCH_TIMEOUT_SECONDS, metadata=self._target.metadata()
+            )
+            failure: KvatlasError = Unavailable("the server ended the watch", code="UNAVAILABLE")
+            try:
+                async for message in call:
+                    reconnect.succeeded()
+                    yield message.load
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error, self.address)
+            finally:
+                call.cancel()
+            await asyncio.sleep(reconnect.wait_seconds(failure))
+
     # cache
 
     async def page_pool(self, worker_id: str = "") -> cache_pb2.GetPagePoolResponse:
@@ -228,7 +226,9 @@ class AsyncClient:
         reconnect = Reconnect(reconnect_seconds, time.monotonic)
         while True:
             call = self._cache().WatchPageMap(
-                watch_request(options, page_map), timeout=options.timeout_seconds
+                watch_request(options, page_map),
+                timeout=options.timeout_seconds,
+                metadata=self._target.metadata(),
             )
             failure: KvatlasError = Unavailable("the server ended the watch", code="UNAVAILABLE")
             try:
@@ -267,8 +267,12 @@ class AsyncClient:
         """One per service config, opened on first use."""
         key = id(service_config)
         if key not in self._channels:
-            self._channels[key] = grpc.aio.insecure_channel(self.address, channel_options(service_config))
+            self._channels[key] = self._target.open(grpc.aio, service_config)
         return self._channels[key]
+
+    def _open_stream(self, request: generation_pb2.StreamGenerateRequest, timeout_seconds: float) -> Any:
+        metadata = self._target.metadata()
+        return self._generation().StreamGenerate(request, timeout=timeout_seconds, metadata=metadata)
 
     def _generation(self) -> Any:
         return generation_pb2_grpc.GenerationServiceStub(self._channel(SERVICE_CONFIG))  # type: ignore[no-untyped-call]
@@ -281,6 +285,8 @@ class AsyncClient:
 
     async def _unary(self, method: Callable[..., Any], request: Any, timeout_seconds: float | None) -> Any:
         try:
-            return await method(request, timeout=timeout_seconds or self._timeout)
+            return await method(
+                request, timeout=timeout_seconds or self._timeout, metadata=self._target.metadata()
+            )
         except grpc.RpcError as error:
             raise from_rpc_error(error, self.address) from None

@@ -2,12 +2,15 @@
 
 Owns retries and balancing; they live in the service config, so that every language has the same
 (examples/service_config.json). Nothing is retried here once a stream has begun: gRPC itself stops at
-the server's first initial metadata, which is sent at admission.
+the server's first initial metadata, which is sent at admission (what comes after: resume.py).
 """
 
+import ipaddress
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from kvatlas.client.credentials import Credentials
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -65,5 +68,55 @@ def channel_options(service_config: Mapping[str, Any]) -> list[tuple[str, int | 
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 0),
+        # A server that comes back is found within two seconds; by default it may take two minutes.
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
         ("grpc.service_config", json.dumps(service_config)),
     ]
+
+
+class Target:
+    """Where channels go and what goes with each call: one address, or several of the same service.
+
+    Several are `ip:port` joined by commas, or a sequence of them; gRPC balances over those that are
+    healthy. Raises ValueError for addresses that cannot be mixed, CredentialsError.
+    """
+
+    def __init__(self, address: str | Sequence[str], credentials: Credentials | None = None) -> None:
+        addresses = address.split(",") if isinstance(address, str) else list(address)
+        self.addresses = [each.strip() for each in addresses]
+        self.credentials = credentials or Credentials()
+        self.credentials.check(self.addresses)
+        self._name = _target_name(self.addresses)
+
+    def __str__(self) -> str:
+        return ",".join(self.addresses)
+
+    def open(self, grpc_module: Any, service_config: Mapping[str, Any]) -> Any:
+        """A channel of `grpc` or of `grpc.aio`. Raises CredentialsError for PEM files that cannot be read."""
+        options = channel_options(service_config)
+        secure = self.credentials.channel_credentials()
+        if secure is None:
+            return grpc_module.insecure_channel(self._name, options)
+        if self.credentials.server_name:
+            options.append(("grpc.ssl_target_name_override", self.credentials.server_name))
+        return grpc_module.secure_channel(self._name, secure, options)
+
+    def metadata(self) -> Sequence[tuple[str, str]]:
+        """Of each call."""
+        return self.credentials.metadata()
+
+
+def _target_name(addresses: Sequence[str]) -> str:
+    if len(addresses) == 1 and addresses[0]:
+        return addresses[0]
+    try:
+        versions = {ipaddress.ip_address(each.rpartition(":")[0].strip("[]")).version for each in addresses}
+    except ValueError:
+        versions = set()
+    if len(versions) != 1:
+        raise ValueError(
+            f"{','.join(addresses)!r}: several addresses must all be IPv4:port, or all [IPv6]:port; "
+            "a name with several addresses is dns:///name:port"
+        )
+    return f"ipv{versions.pop()}:{','.join(addresses)}"

@@ -11,11 +11,13 @@
     ├── ServerFailure       the server failed on it; its log has the request id
     └── Incomplete          the stream broke its own rules: tokens are missing, or the summary is
 
-Owns the reading of google.rpc details. Judges by ErrorInfo first: statuses may change on the way.
+`reason` is a `Reason`, one for each of errors.proto. Owns the reading of google.rpc details. Judges by
+ErrorInfo first: a proxy may change a status on its way, the reason it leaves alone.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import grpc
@@ -24,6 +26,40 @@ from google.rpc import error_details_pb2, status_pb2
 DOMAIN = "kvatlas.v1"
 DETAILS_KEY = "grpc-status-details-bin"
 MAX_SHOWN = 300  # characters of a foreign message
+
+
+class Reason(StrEnum):
+    """Every machine-readable reason of errors.proto, without its prefix. A text, so `==` works with both."""
+
+    INVALID_FIELD = "INVALID_FIELD"
+    PROMPT_TOO_LONG = "PROMPT_TOO_LONG"
+    EXCEEDS_PAGE_POOL = "EXCEEDS_PAGE_POOL"
+    MALFORMED_MESSAGE = "MALFORMED_MESSAGE"
+    MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
+    DUPLICATE_REQUEST_ID = "DUPLICATE_REQUEST_ID"
+    QUEUE_FULL = "QUEUE_FULL"
+    QUOTA_EXCEEDED = "QUOTA_EXCEEDED"
+    QUEUE_TIMEOUT = "QUEUE_TIMEOUT"
+    SLOW_READER = "SLOW_READER"
+    DRAINING = "DRAINING"
+    NOT_READY = "NOT_READY"
+    WORKER_LOST = "WORKER_LOST"
+    DEVICE_OUT_OF_MEMORY = "DEVICE_OUT_OF_MEMORY"
+    FEATURE_DISABLED = "FEATURE_DISABLED"
+    BAD_CREDENTIALS = "BAD_CREDENTIALS"
+    MISSING_SCOPE = "MISSING_SCOPE"
+    DEADLINE_TOO_SHORT = "DEADLINE_TOO_SHORT"
+    INTERNAL = "INTERNAL"
+    SEQUENCE_NOT_FOUND = "SEQUENCE_NOT_FOUND"
+    CANCELLED_BY_OPERATOR = "CANCELLED_BY_OPERATOR"
+    WORKER_NOT_FOUND = "WORKER_NOT_FOUND"
+    WORKER_ID_REQUIRED = "WORKER_ID_REQUIRED"
+    PIN_LIMIT = "PIN_LIMIT"
+    RECORDING_NOT_FOUND = "RECORDING_NOT_FOUND"
+    RECORDING_RUNNING = "RECORDING_RUNNING"
+    WATCH_LIMIT = "WATCH_LIMIT"
+    DEADLINE_PASSED = "DEADLINE_PASSED"
+    RECORDING_FAILED = "RECORDING_FAILED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +73,9 @@ class Violation:
 class KvatlasError(Exception):
     """A call failed. Prints as one line: reason, then the server's sentence.
 
-    `code` is the gRPC status name, `reason` that of errors.proto without its prefix ("" from a server
-    or proxy that sent none), `metadata` what belongs to the reason, `retry_seconds` the server's hint.
+    `code` is the gRPC status name, `reason` a Reason ("" from a server or proxy that sent none, a plain
+    text where the server is newer than this library), `metadata` what belongs to the reason,
+    `retry_seconds` the server's hint.
     """
 
     def __init__(
@@ -121,6 +158,39 @@ _BY_CODE: Mapping[str, type[KvatlasError]] = {
 }
 
 
+_BY_REASON: Mapping[str, type[KvatlasError]] = {
+    Reason.INVALID_FIELD: InvalidRequest,
+    Reason.PROMPT_TOO_LONG: InvalidRequest,
+    Reason.EXCEEDS_PAGE_POOL: InvalidRequest,
+    Reason.MALFORMED_MESSAGE: InvalidRequest,
+    Reason.MODEL_NOT_FOUND: NotFound,
+    Reason.DUPLICATE_REQUEST_ID: InvalidRequest,
+    Reason.QUEUE_FULL: Unavailable,
+    Reason.QUOTA_EXCEEDED: Refused,
+    Reason.QUEUE_TIMEOUT: Refused,
+    Reason.SLOW_READER: Refused,
+    Reason.DRAINING: Unavailable,
+    Reason.NOT_READY: Unavailable,
+    # WORKER_LOST: by its status, which says whether anything had been sent
+    Reason.DEVICE_OUT_OF_MEMORY: ServerFailure,
+    Reason.FEATURE_DISABLED: InvalidRequest,
+    Reason.BAD_CREDENTIALS: PermissionDenied,
+    Reason.MISSING_SCOPE: PermissionDenied,
+    Reason.DEADLINE_TOO_SHORT: DeadlineExceeded,
+    Reason.INTERNAL: ServerFailure,
+    Reason.SEQUENCE_NOT_FOUND: NotFound,
+    Reason.CANCELLED_BY_OPERATOR: Cancelled,
+    Reason.WORKER_NOT_FOUND: NotFound,
+    Reason.WORKER_ID_REQUIRED: InvalidRequest,
+    Reason.PIN_LIMIT: InvalidRequest,
+    Reason.RECORDING_NOT_FOUND: NotFound,
+    Reason.RECORDING_RUNNING: InvalidRequest,
+    Reason.WATCH_LIMIT: Refused,
+    Reason.DEADLINE_PASSED: DeadlineExceeded,
+    Reason.RECORDING_FAILED: InvalidRequest,
+}
+
+
 def from_rpc_error(error: grpc.RpcError, address: str) -> KvatlasError:
     """Our error for one of grpc's, sync or aio. `address` is named where no server answered."""
     code = error.code().name if hasattr(error, "code") else "UNKNOWN"
@@ -138,11 +208,12 @@ def build_error(code: str, text: str, raw_details: bytes, address: str) -> Kvatl
     if not details.reason and code == "UNAVAILABLE":
         what = "the server is not ready at" if "unhealthy" in text else "no server answers at"
         text = f"{what} {address} ({text[:MAX_SHOWN]})"
-    kind = _BY_CODE.get(code, ServerFailure)
+    kind = _BY_REASON.get(details.reason) or _BY_CODE.get(code, ServerFailure)
+    known = details.reason in Reason.__members__
     return kind(
         text,
         code=code,
-        reason=details.reason,
+        reason=Reason(details.reason) if known else details.reason,
         metadata=details.metadata,
         retry_seconds=details.retry_seconds,
         violations=details.violations,

@@ -3,9 +3,10 @@
 Owns names and nothing else: the server validates, and answers with the path of each violation.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -20,6 +21,8 @@ class Message:
 
     role: Role
     content: str
+    name: str = ""
+    tool_call_id: str = ""  # role "tool": the call that this answers
 
 
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -55,6 +58,16 @@ class Options(TypedDict, total=False):
     logprobs: int
     prompt_logprobs: int
     skip_special_tokens: bool
+    # what the answer must be: one of these at most
+    json_schema: str | Mapping[str, Any]
+    regex: str
+    grammar: str
+    choices: Sequence[str]
+    # chat prompts
+    tools: Sequence[str | Mapping[str, Any]]  # each a JSON function declaration
+    template_args: Mapping[str, Any]  # more variables of the chat template
+    add_generation_prompt: bool
+    continue_final_message: bool
     # scheduling
     priority: int
     queue_timeout_seconds: float
@@ -62,6 +75,7 @@ class Options(TypedDict, total=False):
     cache_read: bool
     cache_write: bool
     cache_salt: str
+    adapter: str
     # labels shown by the dashboard
     labels: Mapping[str, str]
 
@@ -72,6 +86,7 @@ _SAMPLING = (
 )  # fmt: skip
 _STOP = ("max_tokens", "min_tokens", "ignore_eos", "include_stop_in_output")
 _OUTPUT = ("logprobs", "prompt_logprobs", "skip_special_tokens")
+_CHAT_ONLY = ("tools", "template_args", "add_generation_prompt", "continue_final_message")
 _FORMATS = {
     "text": pb.OUTPUT_FORMAT_TEXT,
     "token_ids": pb.OUTPUT_FORMAT_TOKEN_IDS,
@@ -84,8 +99,14 @@ def build_spec(prompt: Prompt, options: Options) -> pb.GenerationSpec:
     unknown = sorted(options.keys() - Options.__annotations__.keys())
     if unknown:
         raise TypeError(f"unknown option {unknown[0]!r}; known: {', '.join(sorted(Options.__annotations__))}")
-    spec = pb.GenerationSpec(request_id=options.get("request_id", ""), model=options.get("model", ""))
+    spec = pb.GenerationSpec(
+        request_id=options.get("request_id", ""),
+        model=options.get("model", ""),
+        adapter=options.get("adapter", ""),
+    )
     _set_prompt(spec, prompt)
+    _set_chat_options(spec, options)
+    _set_constraint(spec, options)
     given = {name: value for name, value in options.items() if value is not None}
     for target, names in ((spec.sampling, _SAMPLING), (spec.stop, _STOP), (spec.output, _OUTPUT)):
         for name in names:
@@ -97,10 +118,16 @@ def build_spec(prompt: Prompt, options: Options) -> pb.GenerationSpec:
 
 
 def build_stream(
-    prompt: Prompt, options: Options, queue_updates: bool, min_tokens_per_message: int
+    prompt: Prompt,
+    options: Options,
+    queue_updates: bool,
+    min_tokens_per_message: int,
+    max_hold_seconds: float | None = None,
 ) -> pb.StreamGenerateRequest:
     """The request of StreamGenerate."""
     shape = pb.StreamOptions(queue_updates=queue_updates, min_tokens_per_message=min_tokens_per_message)
+    if max_hold_seconds is not None:
+        shape.max_hold.CopyFrom(duration(max_hold_seconds))
     return pb.StreamGenerateRequest(spec=build_spec(prompt, options), stream=shape)
 
 
@@ -118,7 +145,12 @@ def build_chat(messages: Sequence[Message]) -> pb.ChatPrompt:
         name = f"CHAT_ROLE_{message.role.upper()}"
         if name not in pb.ChatRole.keys() or name == "CHAT_ROLE_UNSPECIFIED":  # noqa: SIM118 - enum wrapper
             raise ValueError(f"unknown chat role {message.role!r}: system, user, assistant or tool")
-        chat.messages.add(role=pb.ChatRole.Value(name), content=message.content)
+        chat.messages.add(
+            role=pb.ChatRole.Value(name),
+            content=message.content,
+            name=message.name,
+            tool_call_id=message.tool_call_id,
+        )
     return chat
 
 
@@ -142,6 +174,39 @@ def _set_prompt(spec: pb.GenerationSpec, prompt: Prompt) -> None:
         spec.token_ids.ids.extend(ids)
     else:
         raise ValueError("a prompt is a text, a list of token ids, or a list of Message")
+
+
+def _set_chat_options(spec: pb.GenerationSpec, options: Options) -> None:
+    given = [name for name in _CHAT_ONLY if options.get(name) is not None]
+    if not given:
+        return
+    if spec.WhichOneof("prompt") != "chat":
+        raise ValueError(f"{given[0]} is for chat prompts only")
+    spec.chat.tools_json.extend(_json(tool) for tool in options.get("tools") or ())
+    if (variables := options.get("template_args")) is not None:
+        spec.chat.template_args_json = _json(variables)
+    if (adds := options.get("add_generation_prompt")) is not None:
+        spec.chat.add_generation_prompt = adds
+    spec.chat.continue_final_message = bool(options.get("continue_final_message"))
+
+
+def _set_constraint(spec: pb.GenerationSpec, options: Options) -> None:
+    given = [name for name in ("json_schema", "regex", "grammar", "choices") if options.get(name) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{given[0]} and {given[1]}: an answer can have one constraint")
+    if (schema := options.get("json_schema")) is not None:
+        spec.json_schema = _json(schema)
+    if (regex := options.get("regex")) is not None:
+        spec.regex = regex
+    if (grammar := options.get("grammar")) is not None:
+        spec.grammar = grammar
+    if (choices := options.get("choices")) is not None:
+        spec.choices.SetInParent()
+        spec.choices.choices.extend(choices)
+
+
+def _json(value: str | Mapping[str, Any]) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _set_collections(spec: pb.GenerationSpec, options: Options) -> None:

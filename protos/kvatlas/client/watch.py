@@ -1,4 +1,4 @@
-"""What the sync and the async watch of the page map share: the request, and when to connect again."""
+"""What the sync and the async watches (page map, load) share: the request, and when to connect again."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,16 +13,18 @@ if TYPE_CHECKING:
 
 FIRST_BACKOFF_SECONDS = 0.1
 LAST_BACKOFF_SECONDS = 2.0
+WATCH_TIMEOUT_SECONDS = 1800.0
+"""Deadline of one connection: the watch goes on after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchOptions:
-    """What to watch. The call's deadline only bounds one connection: the watch goes on after it."""
+    """What to watch."""
 
     worker_id: str
     interval_seconds: float
     planes: Sequence[str]
-    timeout_seconds: float = 1800.0
+    timeout_seconds: float = WATCH_TIMEOUT_SECONDS
 
 
 def watch_request(options: WatchOptions, page_map: "PageMap") -> cache_pb2.WatchPageMapRequest:
@@ -52,7 +54,7 @@ class Reconnect:
     def wait_seconds(self, failure: KvatlasError) -> float:
         """Time to wait before the next attempt; raises `failure` where there is to be none."""
         if isinstance(failure, DeadlineExceeded):
-            return 0.0  # the deadline of one connection, see WatchOptions
+            return 0.0  # the deadline of one connection, see WATCH_TIMEOUT_SECONDS
         is_transport = isinstance(failure, Unavailable) or (
             isinstance(failure, ServerFailure) and not failure.reason
         )
