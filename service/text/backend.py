@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from kvatlas.models.errors import ModelError, ModelErrorReason
 from kvatlas.models.gguf import GgufFile
-from service.text.token_bytes import Spelling
-from service.text.vocabulary import LLAMA3_PRE, NORMAL, USER_DEFINED, TextVocabulary
+from kvatlas.models.text_vocabulary import LLAMA3_PRE, NORMAL, USER_DEFINED, TextVocabulary
+from kvatlas.models.token_bytes import Spelling
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LINES_AND_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -16,14 +16,19 @@ from tokenizers import AddedToken
 from kvatlas.models.errors import ModelError, ModelErrorReason
 from kvatlas.models.files import ModelFiles, ModelKind
 from kvatlas.models.gguf import GgufFile
-from kvatlas.models.shapes import SHAPES
+from kvatlas.models.text_vocabulary import (
+    TextVocabulary,
+    folder_vocabulary,
+    gguf_vocabulary,
+    toy_size,
+    toy_vocabulary,
+)
+from kvatlas.models.token_bytes import token_bytes, without
 from kvatlas.models.vocabulary import read_json
 from service.text import backend as backends
 from service.text.control_tokens import ControlTokens
 from service.text.detokenizer import Detokenizer
 from service.text.threads import INLINE_BYTES
-from service.text.token_bytes import token_bytes, without
-from service.text.vocabulary import TextVocabulary, folder_vocabulary, gguf_vocabulary, toy_vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ class Tokenizer:
             case ModelKind.FOLDER:
                 return cls._load_folder(files)
             case ModelKind.RANDOM:
-                return cls.toy(_toy_size(files))
+                return cls.toy(toy_size(files))
 
     @classmethod
     def toy(cls, size: int = 512) -> "Tokenizer":
@@ -241,11 +246,3 @@ def _byte_offsets(text: str, starts: Sequence[int], widths: dict[str, str] | Non
         total += len(widths.get(character, character).encode())
     offsets.append(total)
     return [offsets[start] for start in starts]
-
-
-def _toy_size(files: ModelFiles) -> int:
-    shape = SHAPES.get(files.shape or "")
-    size = shape.get("vocab_size") if shape else None
-    if not isinstance(size, int):
-        raise ModelError(ModelErrorReason.UNKNOWN_MODEL, f"{files.name}: no shape {files.shape!r} is known")
-    return size

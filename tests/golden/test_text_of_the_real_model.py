@@ -11,8 +11,8 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from kvatlas.models.files import ModelFiles, ModelKind
+from kvatlas.models.token_bytes import spell_bytes
 from service.text.chat import ChatTemplate, ChatTurn
-from service.text.token_bytes import spell_bytes
 from service.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.model

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from service.text.detokenizer import Detokenizer
-from service.text.token_bytes import (
+from kvatlas.models.token_bytes import (
     Spelling,
     byte_alphabet,
     byte_characters,
@@ -13,6 +12,7 @@ from service.text.token_bytes import (
     token_bytes,
     without,
 )
+from service.text.detokenizer import Detokenizer
 from service.text.tokenizer import Tokenizer
 
 SMILE = "😀".encode()

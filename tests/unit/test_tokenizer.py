@@ -15,10 +15,10 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 
 from kvatlas.models.errors import ModelError, ModelErrorReason
 from kvatlas.models.files import ModelFiles, ModelKind
+from kvatlas.models.token_bytes import byte_characters, spell_bytes
 from kvatlas.models.vocabulary import read_vocabulary
 from service.text.chat import ChatTemplate, ChatTurn
 from service.text.threads import TextThreads
-from service.text.token_bytes import byte_characters, spell_bytes
 from service.text.tokenizer import Tokenizer, whole_text
 
 CORPUS = [

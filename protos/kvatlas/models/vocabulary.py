@@ -94,7 +94,7 @@ def _folder_vocabulary(folder: Path) -> Vocabulary:
     tokenizer = _optional_json(folder / "tokenizer.json")
     settings = _optional_json(folder / "tokenizer_config.json")
     configs = [_optional_json(folder / name) for name in ("generation_config.json", "config.json")]
-    ids = _ids_by_token(tokenizer)
+    ids = ids_by_token(tokenizer)
     eos: set[int] = set()
     for config in configs:
         eos |= _as_ids(config.get("eos_token_id"), folder)
@@ -105,7 +105,7 @@ def _folder_vocabulary(folder: Path) -> Vocabulary:
     return Vocabulary(max(ids.values()) + 1 if ids else None, min(bos, default=None), frozenset(eos))
 
 
-def _ids_by_token(tokenizer: Mapping[str, object]) -> dict[str, int]:
+def ids_by_token(tokenizer: Mapping[str, object]) -> dict[str, int]:
     """Vocabulary and added tokens of a tokenizer.json."""
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
     ids: dict[str, int] = {}

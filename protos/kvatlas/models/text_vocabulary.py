@@ -1,7 +1,7 @@
 """A tokenizer's vocabulary as plain data: tokens by id, special ones, BOS, chat template.
 
 Read from a GGUF file, from a folder with tokenizer.json, or made up for random weights. Owns the
-reading. How text is split is in `backend.py`; what ids mean to the worker in `kvatlas.models`.
+reading. How text is split is the service's; what both processes must agree on is in `vocabulary.py`.
 """
 
 from collections.abc import Mapping
@@ -10,9 +10,10 @@ from pathlib import Path
 
 from kvatlas.models import vocabulary as shared
 from kvatlas.models.errors import ModelError, ModelErrorReason
-from kvatlas.models.files import ModelFiles
+from kvatlas.models.files import ModelFiles, ModelKind
 from kvatlas.models.gguf import GgufFile
-from service.text.token_bytes import Spelling, spell_bytes
+from kvatlas.models.shapes import SHAPES
+from kvatlas.models.token_bytes import Spelling, spell_bytes
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 """tokenizer.ggml.token_type: made from text · special · found whole in text, but shown."""
@@ -43,6 +44,28 @@ class TextVocabulary:
     strips_first_space: bool = False  # on decoding: SentencePiece puts one before the first word
     chat_template: str | None = None
     template_variables: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, ...
+
+
+def read_text_vocabulary(files: ModelFiles) -> TextVocabulary:
+    """Reads a model's files. Raises ModelError naming what is missing or not supported."""
+    match files.kind:
+        case ModelKind.GGUF:
+            with GgufFile(files.location) as file:
+                return gguf_vocabulary(file)
+        case ModelKind.FOLDER:
+            parsed = shared.read_json(files.location / "tokenizer.json")
+            return folder_vocabulary(files, parsed, shared.ids_by_token(parsed))
+        case ModelKind.RANDOM:
+            return toy_vocabulary(toy_size(files))
+
+
+def toy_size(files: ModelFiles) -> int:
+    """Tokens of the byte vocabulary of a random model's shape."""
+    shape = SHAPES.get(files.shape or "")
+    size = shape.get("vocab_size") if shape else None
+    if not isinstance(size, int):
+        raise ModelError(ModelErrorReason.UNKNOWN_MODEL, f"{files.name}: no shape {files.shape!r} is known")
+    return size
 
 
 def toy_vocabulary(size: int) -> TextVocabulary:
