@@ -59,7 +59,10 @@ class _Sequence:
 
 @dataclass
 class WorkerScript:
-    """How a scripted worker behaves; requests override it with labels of the same names (`fake.step_ms`)."""
+    """How a scripted worker behaves; requests override it with labels of the same names (`fake.step_ms`).
+
+    With the label `fake.hold_again` every attempt is held, each after `hold_at` further tokens.
+    """
 
     step_ms: float = 1.0  # between two tokens
     wait_ms: float = 0.0  # in the queue
@@ -236,8 +239,15 @@ class ScriptedWorker:
                 next_at=begins,
                 arrived_at=time.monotonic(),
                 script=script,
-                hold_at=-1 if add.attempt else int(script.get("hold_at", self.script.hold_at)),
+                hold_at=self._hold_of(add, script),
             )
+
+    def _hold_of(self, add: worker_pb2.AddSequence, script: Mapping[str, str]) -> int:
+        """Output tokens after which a sequence stands still; -1: never."""
+        hold_at = int(script.get("hold_at", self.script.hold_at))
+        if hold_at < 0 or (add.attempt and "hold_again" not in script):
+            return -1
+        return len(add.resume_token_ids) // 4 + hold_at
 
     # Messages out
 
