@@ -1,0 +1,1 @@
+"""What an output must satisfy (JSON Schema, regular expression, grammar, choices), compiled for a vocabulary."""
