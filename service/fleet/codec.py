@@ -145,7 +145,7 @@ def encode_add(request: Request, run: Run) -> bytes:
         queue_timeout_ms=run.queue_timeout_ms,
         cache_read=request.cache_read,
         cache_write=request.cache_write,
-        cache_salt=request.tenant.encode() + b"\0" + request.cache_salt,
+        cache_salt=request.page_salt,
         request_id=request.request_id,
         tenant=request.tenant,
         labels=request.labels,

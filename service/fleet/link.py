@@ -1,35 +1,25 @@
 """One DEALER and one SUB per worker: commands out, steps and page feeds in, heartbeats both ways.
 
-Owns the sockets, the table of live sequences and the judgement that a worker is lost. Everything runs on
-the event loop's thread and nothing waits for a worker: sending only appends to the socket's queue. Knows
-no text, no clients and no wire format (codec.py).
+Owns the sockets and the judgement that a worker is lost; who gets what comes is in live_runs.py. Everything
+runs on the event loop's thread and nothing waits for a worker: sending only appends to the socket's queue.
+Knows no text, no clients and no wire format (codec.py).
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from service.fleet import codec
-from service.fleet.codec import Beat, Command, CommandReply, StepColumns, WorkerFacts
+from service.fleet.codec import Beat, Command, CommandReply, WorkerFacts
 from service.fleet.command_desk import CommandDesk, CommandFailed, WorkerUnavailable
+from service.fleet.live_runs import LiveRuns
 from service.fleet.socket_reader import SocketReader
-from service.request import (
-    NO_TOKEN,
-    AbortReason,
-    AddOutcome,
-    AddStatus,
-    LostReason,
-    Request,
-    Run,
-    RunReceiver,
-    SequenceReceiver,
-)
+from service.request import AbortReason, LostReason, Request, Run, RunReceiver, SequenceReceiver
 
 __all__ = ["CommandFailed", "LinkListener", "WorkerLink", "WorkerUnavailable"]
 
@@ -38,6 +28,7 @@ SILENCE_SECONDS = 2.0
 TICK_SECONDS = 0.25
 MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 2.0
 SEND_QUEUE = 10_000  # messages; a full queue is a lost worker, never a wait
+CONNECT_MS, HANDSHAKE_MS = 2_000, 5_000  # of one try: after a partition TCP alone would wait a minute longer
 
 log = logging.getLogger("service.link")
 
@@ -61,11 +52,9 @@ class LinkListener(Protocol):
         """A message of the pages socket."""
         ...
 
-
-@dataclass(slots=True)
-class _LiveRun:
-    receiver: RunReceiver
-    sequence_ids: set[int]
+    def link_removed(self, link: "WorkerLink") -> None:
+        """Its address is no longer one of a worker; nothing comes from this link any more."""
+        ...
 
 
 class WorkerLink:
@@ -84,6 +73,7 @@ class WorkerLink:
         self.address = address
         self.facts: WorkerFacts | None = None  # of the last life seen
         self.beat: Beat | None = None  # the last one
+        self.beat_sequences = 0  # live_sequences when it came
         self.beat_time = 0.0  # loop clock of the last sign of life
         self.is_up = False  # Config came and the worker is not lost
         self.listeners: list[LinkListener] = []
@@ -96,9 +86,7 @@ class WorkerLink:
         self._pages: SocketReader | None = None
         self._topics: set[bytes] = set()
         self._expected = 0  # number of the next message
-        self._boxes: dict[int, SequenceReceiver] = {}
-        self._runs: dict[int, _LiveRun] = {}  # by first sequence id
-        self._first_ids: dict[int, int] = {}  # sequence id to its run's
+        self._runs = LiveRuns()
         self._desk = CommandDesk(loop, self._send_if_up)
         self._backoff = MIN_BACKOFF_SECONDS
         self._timer: asyncio.TimerHandle | None = None
@@ -114,11 +102,11 @@ class WorkerLink:
     @property
     def live_sequences(self) -> int:
         """Sequences that this service believes to be on the worker."""
-        return len(self._boxes)
+        return len(self._runs)
 
     def carries(self, sequence_id: int) -> bool:
         """Whether the end of that sequence is still to come from here."""
-        return sequence_id in self._boxes
+        return sequence_id in self._runs
 
     def open(self) -> None:
         """Starts to connect; returns at once."""
@@ -129,6 +117,8 @@ class WorkerLink:
         engine.setsockopt(zmq.LINGER, 0)
         engine.setsockopt(zmq.SNDHWM, SEND_QUEUE)
         engine.setsockopt(zmq.RCVHWM, SEND_QUEUE)
+        engine.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
+        engine.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         engine.setsockopt(zmq.RECONNECT_IVL, 100)
         engine.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         monitor = engine.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -141,9 +131,17 @@ class WorkerLink:
 
     def close(self) -> None:
         """Says goodbye and frees the sockets. Idempotent."""
+        self._close(says_goodbye=True)
+
+    def retire(self) -> None:
+        """Frees the sockets without a word: the worker is reached by another address, under our one name."""
+        self._close(says_goodbye=False)
+        self.facts = None
+
+    def _close(self, *, says_goodbye: bool) -> None:
         if self._is_closed:
             return
-        if self.is_up:
+        if self.is_up and says_goodbye:
             self._send(codec.encode_goodbye())
         self._is_closed = True
         self._cancel_timer()
@@ -157,14 +155,9 @@ class WorkerLink:
         self, request: Request, run: Run, receiver: RunReceiver, boxes: Sequence[SequenceReceiver]
     ) -> bool:
         """Sends a run; what becomes of it reaches the receivers. False: the worker is not there."""
-        assert len(boxes) == run.num_samples, (len(boxes), run.num_samples)
         if not self.is_up:
             return False
-        ids = range(run.sequence_id, run.sequence_id + run.num_samples)
-        self._runs[run.sequence_id] = _LiveRun(receiver, set(ids))
-        for sequence_id, box in zip(ids, boxes, strict=True):
-            self._boxes[sequence_id] = box
-            self._first_ids[sequence_id] = run.sequence_id
+        self._runs.add(run, receiver, boxes)
         self._send(codec.encode_add(request, run))
         return self.is_up
 
@@ -173,12 +166,12 @@ class WorkerLink:
 
         With `forget` nothing of them is delivered any more, else their end still comes.
         """
-        live = [sequence_id for sequence_id in sequence_ids if sequence_id in self._boxes]
+        live = [sequence_id for sequence_id in sequence_ids if sequence_id in self._runs]
         if not live:
             return
         if forget:
             for sequence_id in live:
-                self._forget(sequence_id)
+                self._runs.forget(sequence_id)
         if self.is_up:
             self._send(codec.encode_abort(live, reason))
 
@@ -247,21 +240,22 @@ class WorkerLink:
         self._expected += 1
         self.beat_time = self._loop.time()
         if kind == "step":
-            self._fan_out(value)
+            self._runs.fan_out(value)
         elif kind == "heartbeat":
-            self.beat = value
+            self.beat, self.beat_sequences = value, self.live_sequences
             for listener in self.listeners:
                 listener.link_beat(self)
         elif kind == "add_result":
-            self._on_outcome(value)
+            self._runs.take_outcome(value)
         else:
             self._desk.take(value)
 
     def _welcome(self, number: int, facts: WorkerFacts) -> None:
+        if self.is_up:  # a Hello of ours that was on its way for long: it ended what we have there
+            self._lose(LostReason.PARTITION, "welcomed this service twice")
+            return
         self._expected = number + 1
         self.beat_time = self._loop.time()
-        if self.is_up:
-            return
         self.facts, self.beat, self.is_up = facts, None, True
         self._backoff = MIN_BACKOFF_SECONDS
         log.info("event=worker_up worker=%s epoch=%d address=%s", facts.worker_id, facts.epoch, self.address)
@@ -285,56 +279,10 @@ class WorkerLink:
             for listener in self.listeners:
                 listener.link_fed(self, frames[0], frames[1])
 
-    def _fan_out(self, step: StepColumns) -> None:
-        for start in step.starts:
-            if (run := self._runs.get(start.sequence_id)) is not None:
-                run.receiver.started(start)
-        for sequence_id, scores in step.prompt_scores:
-            if (run := self._runs.get(sequence_id)) is not None:
-                run.receiver.prompt_scored(scores)
-        if step.scores is not None:
-            self._put_scored(step)
-        else:
-            boxes = self._boxes
-            for sequence_id, token_id in zip(step.sequence_ids, step.token_ids, strict=True):
-                # Unknown ids are late tokens of sequences that were aborted or resumed elsewhere.
-                if (box := boxes.get(sequence_id)) is not None and token_id != NO_TOKEN:
-                    box.put(token_id)
-        for end in step.ends:
-            if (box := self._boxes.get(end.sequence_id)) is not None:
-                self._forget(end.sequence_id)
-                box.finish(end)
-
-    def _put_scored(self, step: StepColumns) -> None:
-        scores = step.scores
-        assert scores is not None
-        first_alternative = 0
-        for entry, (sequence_id, token_id) in enumerate(zip(step.sequence_ids, step.token_ids, strict=True)):
-            if (box := self._boxes.get(sequence_id)) is not None and token_id != NO_TOKEN:
-                box.put_scored(token_id, scores, entry, first_alternative)
-            first_alternative += scores.counts[entry]
-
-    def _on_outcome(self, outcome: AddOutcome) -> None:
-        run = self._runs.get(outcome.sequence_id)
-        if run is None:
-            return
-        if outcome.status != AddStatus.ACCEPTED:
-            for sequence_id in list(run.sequence_ids):
-                self._forget(sequence_id)
-        run.receiver.added(outcome)
-
     def _on_monitor(self, frames: list[bytes]) -> None:
         event = parse_monitor_message(frames)["event"]
         if event == zmq.EVENT_DISCONNECTED:
             self._lose(LostReason.CRASH, "closed the connection")
-
-    def _forget(self, sequence_id: int) -> None:
-        del self._boxes[sequence_id]
-        first = self._first_ids.pop(sequence_id)
-        run = self._runs[first]
-        run.sequence_ids.discard(sequence_id)
-        if not run.sequence_ids:
-            del self._runs[first]
 
     # Life
 
@@ -366,18 +314,15 @@ class WorkerLink:
         self._close_sockets()
         self._end_life(reason)
         if was_up:
-            for listener in self.listeners:
+            for listener in list(self.listeners):
                 listener.link_lost(self, reason)
+        if self._is_closed:  # nobody wants it any more
+            return
         self._timer = self._loop.call_later(self._backoff, self.open)
         self._backoff = min(self._backoff * 2, MAX_BACKOFF_SECONDS)
 
     def _end_life(self, reason: LostReason) -> None:
-        runs = list(self._runs.values())
-        self._boxes.clear()
-        self._first_ids.clear()
-        self._runs.clear()
-        for run in runs:
-            run.receiver.lost(reason)
+        self._runs.lose(reason)
         self._desk.lose()
 
     def _close_sockets(self, linger_ms: int = 0) -> None:

@@ -56,6 +56,7 @@ class KeptMirror:
         self.violations = ViolationLog()
         self.resyncs: Counter[str] = Counter(dict.fromkeys(RESYNC_CAUSES, 0))
         self.fed_time = 0.0  # loop's clock of the last feed message or snapshot
+        self.is_gone = False  # its address is no longer a worker's: nothing will ever come
         self.event_watchers: set[Callable[[], None]] = set()  # called when there are new ones
         self._loop = loop
         self._fetching: asyncio.Task[None] | None = None
@@ -283,3 +284,9 @@ class PageMirrors:
         """A message of the pages socket."""
         if (kept := self._kept.get(link.address)) is not None:
             kept.take(topic, payload)
+
+    def link_removed(self, link: WorkerLink) -> None:
+        """Its map goes with it; who watches it is told."""
+        if (kept := self._kept.pop(link.address, None)) is not None:
+            kept.end_life()
+            kept.is_gone = True

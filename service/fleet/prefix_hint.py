@@ -1,4 +1,4 @@
-"""How much of a prompt a worker's prefix cache has, by fingerprint: a hint, for Tokenize and for routers.
+"""What of a prompt tells where it belongs and how much of it a cache has: hints, for routers and Tokenize.
 
 Owns nothing. Equal fingerprints may in theory lie; the cache itself compares token ids.
 """
@@ -8,6 +8,21 @@ from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
+
+ROUTED_PAGES = 4  # the first pages of a prompt decide; the longer ones of a prefix go to the same worker
+
+
+def routing_key(token_ids: Sequence[int], page_size: int, salt: bytes) -> bytes:
+    """What prompts with the same first whole pages have in common, at most ROUTED_PAGES of them.
+
+    Empty for a prompt without a whole page that a cache could have: its last token is always computed. Two
+    salts never share pages, so each has keys of its own. Takes no deployment's key: it never leaves here.
+    """
+    pages = min((len(token_ids) - 1) // page_size, ROUTED_PAGES)
+    if pages <= 0:
+        return b""
+    plane = np.asarray(token_ids[: pages * page_size], dtype="<u4").tobytes()
+    return blake2b(plane, key=blake2b(salt, digest_size=32).digest(), digest_size=16).digest()
 
 
 def page_fingerprints(

@@ -1,6 +1,6 @@
-"""Who is there: the links of a static list of workers, which of them can be used, and the next sequence id.
+"""Who is there: a link to every worker, which of them can be used, and the next sequence id.
 
-Owns the links. Knows no requests; router.py decides.
+Owns the links. Knows no requests; router.py decides, names.py knows the addresses.
 """
 
 import asyncio
@@ -12,8 +12,10 @@ import zmq
 from service.fleet import codec
 from service.fleet.codec import WorkerFacts
 from service.fleet.link import LinkListener, WorkerLink
+from service.fleet.names import WorkerNames
+from service.fleet.prefix_hint import routing_key
 from service.fleet.router import Candidate, choose
-from service.request import LostReason
+from service.request import LostReason, Request
 
 log = logging.getLogger("service.workers")
 
@@ -35,37 +37,36 @@ class WorkerPool:
         self._loop = loop or asyncio.get_running_loop()
         self._accept = accept
         self._stall_seconds = stall_seconds
+        self._identity = (instance_id, service_epoch, version)
         self._refused: dict[str, str] = {}  # by address: why its facts do not fit
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._watchers: dict[Callable[[], None], None] = {}  # in order of arrival
+        self._listeners: list[LinkListener] = [self]
         self._next_sequence_id = 1
-        self.links = [
-            WorkerLink(
-                address,
-                context=self._context,
-                loop=self._loop,
-                instance_id=instance_id,
-                service_epoch=service_epoch,
-                version=version,
-            )
-            for address in addresses
-        ]
-        for link in self.links:
-            link.listeners.append(self)
+        self._names = WorkerNames(addresses, self._set_addresses)
+        self._wanted: Sequence[str] = ()
+        self._links: dict[str, WorkerLink] = {}  # by address
+        self.choose = choose
+
+    @property
+    def links(self) -> list[WorkerLink]:
+        """To all workers, those that never answered and those that are lost included."""
+        return list(self._links.values())
 
     def open(self) -> None:
         """Starts to connect to all; returns at once."""
-        for link in self.links:
-            link.open()
+        self._names.start()
 
     def close(self) -> None:
         """Says goodbye to all. Idempotent."""
+        self._names.close()
         for link in self.links:
             link.close()
         self._context.term()
 
     def add_listener(self, listener: LinkListener) -> None:
         """Tells it what becomes of every link from now on."""
+        self._listeners.append(listener)
         for link in self.links:
             link.listeners.append(listener)
 
@@ -74,6 +75,40 @@ class WorkerPool:
         first = self._next_sequence_id
         self._next_sequence_id += count
         return first
+
+    # Addresses come and go
+
+    def _set_addresses(self, addresses: Sequence[str]) -> None:
+        """A worker whose address is gone keeps its link until that is lost: it may be about to drain."""
+        self._wanted = addresses
+        for address in addresses:
+            if address not in self._links:
+                self._add_link(address)
+        for link in self.links:
+            if link.address not in addresses and not link.is_up:
+                self._remove(link)
+        self._notify()
+
+    def _add_link(self, address: str) -> None:
+        instance_id, service_epoch, version = self._identity
+        link = self._links[address] = WorkerLink(
+            address,
+            context=self._context,
+            loop=self._loop,
+            instance_id=instance_id,
+            service_epoch=service_epoch,
+            version=version,
+        )
+        link.listeners += self._listeners
+        link.open()
+
+    def _remove(self, link: WorkerLink) -> None:
+        log.info("event=worker_removed worker=%s address=%s", link.worker_id, link.address)
+        del self._links[link.address]
+        self._refused.pop(link.address, None)
+        link.close()
+        for listener in self._listeners:
+            listener.link_removed(link)
 
     # Who can be used
 
@@ -121,14 +156,16 @@ class WorkerPool:
             and beat.last_step_age_seconds > self._stall_seconds
         )
 
-    def pick(self, avoid: Collection[str] = ()) -> WorkerLink | None:
-        """The worker for the next request; None: nobody is usable."""
+    def pick(self, request: Request, avoid: Collection[str] = ()) -> WorkerLink | None:
+        """The worker for a request, none of those in `avoid` if there are others; None: nobody is usable."""
         links = {link.address: link for link in self.usable}
-        candidates = [
-            Candidate(address, link.live_sequences, link.beat.waiting_requests if link.beat else 0)
-            for address, link in links.items()
-        ]
-        chosen = choose(candidates, avoid)
+        if not links:
+            return None
+        first = next(iter(links.values())).facts
+        assert first is not None, "a usable worker has introduced itself"
+        uses_cache = request.cache_read or request.cache_write
+        key = routing_key(request.prompt_ids, first.page_size, request.page_salt) if uses_cache else b""
+        chosen = self.choose([_candidate(link) for link in links.values()], key, avoid)
         return links[chosen.address] if chosen is not None else None
 
     # Who waits for a change
@@ -145,16 +182,39 @@ class WorkerPool:
 
     def link_welcomed(self, link: WorkerLink) -> None:
         """Checks whether the worker fits."""
-        assert link.facts is not None, "a welcome has facts"
-        fault = self._accept(link.facts)
+        self._judge(link)
+        self._notify()
+
+    def _judge(self, link: WorkerLink) -> None:
+        facts = link.facts
+        assert facts is not None, "a welcome has facts"
         self._refused.pop(link.address, None)
+        twin = self._twin_of(link)
+        fault = self._accept(facts) if twin is None else f"{twin.address} has the same worker_id"
         if fault is not None:
             self._refused[link.address] = fault
             log.error("event=worker_refused worker=%s why=%r", link.worker_id, fault)
-        self._notify()
+        if twin is not None and twin.facts is not None and twin.facts.epoch == facts.epoch:
+            # One and the same: two links under our one name would take its session from each other for ever.
+            self._loop.call_soon(self._retire, link)
+
+    def _twin_of(self, link: WorkerLink) -> WorkerLink | None:
+        """Another worker that is there under the same name: requests could not tell them apart."""
+        others = (other for other in self.known if other is not link and other.is_up)
+        return next((other for other in others if other.worker_id == link.worker_id), None)
+
+    def _retire(self, link: WorkerLink) -> None:
+        link.retire()
+        for listener in self._listeners:
+            listener.link_removed(link)
 
     def link_lost(self, link: WorkerLink, reason: LostReason) -> None:
         """Somebody may wait for this."""
+        if link.address not in self._wanted:
+            self._remove(link)
+        for other in self.links:
+            if other.is_up and other.address in self._refused:
+                self._judge(other)  # it may have been refused for the name of the one that is gone
         self._notify()
 
     def link_beat(self, link: WorkerLink) -> None:
@@ -164,6 +224,21 @@ class WorkerPool:
     def link_fed(self, link: WorkerLink, topic: bytes, payload: bytes) -> None:
         """Page feeds are the mirror's."""
 
+    def link_removed(self, link: WorkerLink) -> None:
+        """It is removed here."""
+
     def _notify(self) -> None:
         for wake in list(self._watchers):
             wake()
+
+
+def _candidate(link: WorkerLink) -> Candidate:
+    """Its load is what the last heartbeat said of other services, and what this one knows to have there."""
+    beat = link.beat
+    if beat is None:
+        return Candidate(link.worker_id, link.address, link.live_sequences)
+    others = max(0, beat.running_sequences + beat.waiting_requests - link.beat_sequences)
+    pool = beat.pool
+    held = pool.active_pages + pool.pinned_pages + pool.reserved_pages
+    total = held + pool.free_pages + pool.cached_pages
+    return Candidate(link.worker_id, link.address, link.live_sequences + others, held / max(1, total))

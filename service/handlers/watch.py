@@ -132,6 +132,8 @@ class MapWatcher:
         self._news.clear()
         if self._board.is_draining:
             raise errors.draining()
+        if self._kept.is_gone:
+            raise errors.worker_not_found(f"worker {self._mirror.worker_id} is gone for good")
 
     # -- messages ------------------------------------------------------------------------------------
 

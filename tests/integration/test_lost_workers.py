@@ -333,7 +333,7 @@ def test_cancel_generation_while_no_worker_is_there_ends_normally(
     messages = read(call, 12)
     running.worker.stop()
     live = running.service.backstage.live
-    wait_until(lambda: live.everything()[0].run._homeless, "the loss to be seen")
+    wait_until(lambda: live.everything()[0].run.is_homeless, "the loss to be seen")
     stub.CancelGeneration(pb.CancelGenerationRequest(request_ids=["homeless"]), timeout=CALL_SECONDS)
     messages += list(call)
     finish = [m.choice_finished for m in messages if m.WhichOneof("event") == "choice_finished"]

@@ -13,7 +13,6 @@ from service.admission import Admission
 from service.errors import Failure
 from service.fleet.prefix_hint import cached_tokens, page_fingerprints
 from service.fleet.resume import Attempts
-from service.fleet.router import Candidate, choose
 from service.handlers.convert import new_request_id, to_duration
 from service.handlers.prompts import Prompts
 from service.metric_table import MIRRORS, TABLE
@@ -35,15 +34,6 @@ def test_the_cap_gives_so_many_permits_and_takes_each_back_once() -> None:
     assert admission.active == 1
     assert admission.enter() is not None
     assert admission.enter() is None
-
-
-def test_the_least_loaded_worker_is_chosen_and_the_avoided_only_if_alone() -> None:
-    one, two = Candidate("a", 3, 0), Candidate("b", 1, 0)
-    assert choose([]) is None
-    assert choose([one, two]) is two
-    assert choose([one, Candidate("b", 1, 9)]) is one
-    assert choose([one, two], avoid={"b"}) is one
-    assert choose([two], avoid={"b"}) is two
 
 
 def test_a_request_is_resumed_three_times_when_it_gets_on() -> None:
