@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -100,7 +101,7 @@ class ScriptedWorker:
         self._sequences: dict[int, _Sequence] = {}
         self._numbers: dict[bytes, int] = {}
         self._bills: dict[int, int] = {}  # by first id: sequences still open
-        self._lets_go = threading.Event()
+        self._let_go: deque[frozenset[str]] = deque()  # request ids; empty: all
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._bound = threading.Event()
@@ -126,9 +127,9 @@ class ScriptedWorker:
             self._thread.join()
         self._thread = None
 
-    def let_go(self) -> None:
-        """All that is in its queue or stands still now goes on; what comes later is held again."""
-        self._lets_go.set()
+    def let_go(self, *request_ids: str) -> None:
+        """What is in its queue or stands still now goes on, or only these; what comes later is held again."""
+        self._let_go.append(frozenset(request_ids))
 
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -308,10 +309,11 @@ class ScriptedWorker:
     # Work
 
     def _step(self, now: float) -> None:
-        if self._lets_go.is_set():
-            self._lets_go.clear()
+        while self._let_go:
+            chosen = self._let_go.popleft()
             for sequence in self._sequences.values():
-                sequence.hold_at, sequence.next_at = -1, min(sequence.next_at, now)
+                if not chosen or sequence.add.request_id in chosen:
+                    sequence.hold_at, sequence.next_at = -1, min(sequence.next_at, now)
         outputs: dict[bytes, _Output] = {}
         for sequence in list(self._sequences.values()):
             is_held = sequence.num_tokens == sequence.hold_at

@@ -21,10 +21,11 @@ from service.request import AbortReason
 from service.testing import RunningService, WorkerScript, running_service
 
 ROOT = Path(__file__).resolve().parents[2]
+CALL_SECONDS = 120.0  # ends a call that hangs
 PHASES = {
-    "queue": {"fake.wait_ms": "60000"},  # before anything was sent
-    "prefill": {"fake.step_ms": "60000"},  # started and one token, then silence: waiting for the engine
-    "decode": {"fake.step_ms": "3"},  # between messages
+    "queue": {"fake.wait_ms": "600000"},  # before anything was sent
+    "prefill": {"fake.step_ms": "600000"},  # started and one token, then silence: waiting for the engine
+    "decode": {"fake.step_ms": "30"},  # between messages; two minutes of them
 }
 
 
@@ -72,7 +73,7 @@ def test_a_cancelled_stream_is_aborted_once_in_every_phase(
     before = running.value("kvatlas_requests_total", outcome="cancelled")
     with grpc.insecure_channel(running.address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        call = stub.StreamGenerate(request_of(phase, n), timeout=60)
+        call = stub.StreamGenerate(request_of(phase, n), timeout=CALL_SECONDS)
         wait_for_phase(running, wait_until, phase, call)
         (live,) = running.service.backstage.live.everything()
         call.cancel()
@@ -94,7 +95,7 @@ def test_a_cancelled_stream_is_aborted_once_in_every_phase(
 def test_a_cancelled_unary_call_is_aborted_once(running: RunningService, wait_until: Any, phase: str) -> None:
     with grpc.insecure_channel(running.address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        pending = stub.Generate.future(pb.GenerateRequest(spec=request_of(phase).spec), timeout=60)
+        pending = stub.Generate.future(pb.GenerateRequest(spec=request_of(phase).spec), timeout=CALL_SECONDS)
         wait_until(lambda: running.worker.live_sequences, "the request on the worker")
         pending.cancel()
         wait_until(lambda: running.worker.aborts, "an abort")
@@ -104,7 +105,9 @@ def test_a_cancelled_unary_call_is_aborted_once(running: RunningService, wait_un
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_closed_channel_is_an_abort(running: RunningService, wait_until: Any, phase: str) -> None:
     channel = grpc.insecure_channel(running.address)
-    call = generation_pb2_grpc.GenerationServiceStub(channel).StreamGenerate(request_of(phase), timeout=60)
+    call = generation_pb2_grpc.GenerationServiceStub(channel).StreamGenerate(
+        request_of(phase), timeout=CALL_SECONDS
+    )
     wait_for_phase(running, wait_until, phase, call)
     channel.close()
     wait_until(lambda: running.worker.aborts, "an abort")
@@ -114,12 +117,17 @@ def test_a_closed_channel_is_an_abort(running: RunningService, wait_until: Any, 
 def test_a_deadline_is_an_abort(running: RunningService, wait_until: Any, phase: str) -> None:
     with grpc.insecure_channel(running.address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        call = stub.StreamGenerate(request_of(phase), timeout=0.4)
-        with pytest.raises(grpc.RpcError):
-            list(call)
-        assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        before, seconds = len(running.worker.adds), 0.4
+        while len(running.worker.adds) == before:  # on a busy machine it may pass on its way to the worker
+            call = stub.StreamGenerate(request_of(phase), timeout=seconds)
+            with pytest.raises(grpc.RpcError):
+                list(call)
+            assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            wait_until(lambda: running.is_idle, "the end of the call")
+            seconds *= 2
         wait_until(lambda: running.worker.aborts, "an abort")
-    assert running.worker.aborts[0][1] == AbortReason.DEADLINE
+    # The client's clock may be ahead: then its cancel comes first. Strictly: test_status_table.
+    assert running.worker.aborts[0][1] in (AbortReason.DEADLINE, AbortReason.CLIENT)
 
 
 CLIENT = """
@@ -143,7 +151,7 @@ def test_a_killed_client_is_an_abort(running: RunningService, wait_until: Callab
         assert client.stdout.readline().strip() == "started"
         assert client.stdout.readline().strip() == "delta"
         client.send_signal(signal.SIGKILL)
-        client.wait(20)
+        client.wait(CALL_SECONDS)
         wait_until(lambda: running.worker.aborts, "an abort")
     assert running.worker.aborts[0][1] == AbortReason.CLIENT
 
@@ -159,7 +167,7 @@ def test_a_cancel_while_the_prompt_is_tokenized_sends_nothing(
 
     def slow_encode(text: str, **options: bool) -> list[int]:
         entered.set()
-        assert release.wait(20)
+        assert release.wait(60)
         return encode(text, **options)
 
     before = len(running.worker.adds)
@@ -168,8 +176,8 @@ def test_a_cancel_while_the_prompt_is_tokenized_sends_nothing(
         with grpc.insecure_channel(running.address) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             spec = pb.GenerationSpec(text="x" * 2000, stop=pb.StopCriteria(max_tokens=3))
-            pending = stub.Generate.future(pb.GenerateRequest(spec=spec), timeout=60)
-            assert entered.wait(20)
+            pending = stub.Generate.future(pb.GenerateRequest(spec=spec), timeout=CALL_SECONDS)
+            assert entered.wait(60)
             pending.cancel()
             wait_until(lambda: running.is_idle, "the end of the call")
     finally:
@@ -178,7 +186,7 @@ def test_a_cancel_while_the_prompt_is_tokenized_sends_nothing(
     assert len(running.worker.adds) == before
     with grpc.insecure_channel(running.address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        call = stub.StreamGenerate(request_of("decode"), timeout=60)
+        call = stub.StreamGenerate(request_of("decode"), timeout=CALL_SECONDS)
         next(call)
         call.cancel()
         wait_until(lambda: running.worker.aborts, "an abort")

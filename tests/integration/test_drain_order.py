@@ -1,4 +1,8 @@
-"""How a service process ends: in order, with a status for everyone, and with exit code 0."""
+"""How a service process ends: in order, with a status for everyone, and with exit code 0.
+
+Requests are held by the scripted worker until the drain was seen; a grace that is not to be waited for is
+longer than any test.
+"""
 
 import os
 import signal
@@ -26,10 +30,15 @@ from service.testing import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
+CALL_SECONDS = 120.0  # ends a call that hangs
+LONG = 600.0  # a grace that nobody waits for
+HELD = {"fake_hold_at": "5"}
 
 
-def request_of(max_tokens: int = 4000, **labels: str) -> pb.StreamGenerateRequest:
-    spec = pb.GenerationSpec(text="abcdef", stop=pb.StopCriteria(max_tokens=max_tokens))
+def request_of(request_id: str = "", max_tokens: int = 60, **labels: str) -> pb.StreamGenerateRequest:
+    spec = pb.GenerationSpec(
+        text="abcdef", request_id=request_id, stop=pb.StopCriteria(max_tokens=max_tokens)
+    )
     spec.labels.update({name.replace("_", ".", 1): value for name, value in labels.items()})
     return pb.StreamGenerateRequest(spec=spec)
 
@@ -40,13 +49,12 @@ def health_watch(channel: grpc.Channel, name: str = "") -> Any:
         request_serializer=health.HealthCheckRequest.SerializeToString,
         response_deserializer=health.HealthCheckResponse.FromString,
     )
-    return watch(health.HealthCheckRequest(service=name), timeout=60)
+    return watch(health.HealthCheckRequest(service=name), timeout=CALL_SECONDS)
 
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[RunningService]:
-    script = WorkerScript(step_ms=5)
-    with running_service(tmp_path, script=script, drain_listen=0.3, grace=0.8) as service:
+    with running_service(tmp_path, script=WorkerScript(step_ms=0), drain_listen=0.3, grace=LONG) as service:
         yield service
 
 
@@ -63,22 +71,28 @@ def test_a_drain_lets_the_running_end_refuses_the_new_and_ends_the_watches(
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         info = server_pb2_grpc.ServerServiceStub(channel)
         pages = cache_pb2_grpc.CacheServiceStub(channel)
-        watch, load = health_watch(channel), info.WatchLoad(server_pb2.WatchLoadRequest(), timeout=60)
-        page_map = pages.WatchPageMap(cache_pb2.WatchPageMapRequest(), timeout=60)
+        watch, load = (
+            health_watch(channel),
+            info.WatchLoad(server_pb2.WatchLoadRequest(), timeout=CALL_SECONDS),
+        )
+        page_map = pages.WatchPageMap(cache_pb2.WatchPageMapRequest(), timeout=CALL_SECONDS)
         assert next(watch).status == health.SERVING
         next(load)
-        short = [stub.StreamGenerate(request_of(60), timeout=60) for _ in range(4)]
-        long = [stub.StreamGenerate(request_of(4000), timeout=60) for _ in range(2)]
-        queued = [stub.StreamGenerate(request_of(fake_wait_ms="60000"), timeout=60) for _ in range(4)]
+
+        def start(name: str, count: int, **labels: str) -> list[Any]:
+            requests = [request_of(f"{name}-{number}", **labels) for number in range(count)]
+            return [stub.StreamGenerate(request, timeout=CALL_SECONDS) for request in requests]
+
+        short, long = start("short", 4, **HELD), start("long", 2, **HELD)
+        queued = start("queued", 4, fake_wait_ms="600000")
         for call in (*short, *long):
             next(call)
         wait_until(lambda: len(running.worker.adds) == 10, "all requests on the worker")
-        began = time.monotonic()
         drained = begin_drain(running)
         assert next(watch).status == health.NOT_SERVING
         assert list(watch) == []  # ended with OK
         with pytest.raises(grpc.RpcError) as raised:
-            stub.Generate(pb.GenerateRequest(spec=request_of(1).spec), timeout=5)
+            stub.Generate(pb.GenerateRequest(spec=request_of().spec), timeout=CALL_SECONDS)
         refusal = Refusal.of(raised.value)
         assert (refusal.code, refusal.reason, refusal.pushback) == ("UNAVAILABLE", "DRAINING", "100")
         for ended in (load, page_map):
@@ -87,35 +101,57 @@ def test_a_drain_lets_the_running_end_refuses_the_new_and_ends_the_watches(
             refusal = Refusal.of(raised.value)
             assert (refusal.code, refusal.reason) == ("UNAVAILABLE", "DRAINING")
         assert info.GetServerInfo(server_pb2.GetServerInfoRequest()).state == server_pb2.SERVER_STATE_DRAINING
+        running.worker.let_go(*(f"short-{number}" for number in range(4)))
         for call in short:
             assert list(call)[-1].WhichOneof("event") == "summary"
+        assert not any(call.done() for call in (*long, *queued)), "the grace is theirs"
+        running.service.hurry_threadsafe()
         for call in (*long, *queued):
             with pytest.raises(grpc.RpcError) as raised:
                 list(call)
             refusal = Refusal.of(raised.value)
             assert (refusal.code, refusal.reason) == ("UNAVAILABLE", "DRAINING")
             assert (int(refusal.metadata["tokens_sent"]) > 0) == (call in long)
-        assert time.monotonic() - began >= 0.75  # the grace was kept
-        drained.result(10)
+        drained.result(CALL_SECONDS)
     assert running.worker.goodbyes == 1
 
 
-def test_an_idle_service_listens_for_a_while_and_then_ends(running: RunningService) -> None:
+def test_what_outlasts_the_grace_is_told_so(tmp_path: Path) -> None:
+    with (
+        running_service(tmp_path, script=WorkerScript(step_ms=0), drain_listen=0.0, grace=0.5) as running,
+        grpc.insecure_channel(running.address) as channel,
+    ):
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        call = stub.StreamGenerate(request_of(**HELD), timeout=CALL_SECONDS)
+        next(call)
+        began = time.monotonic()
+        drained = begin_drain(running)
+        with pytest.raises(grpc.RpcError) as raised:
+            list(call)
+        assert Refusal.of(raised.value).reason == "DRAINING"
+        assert time.monotonic() - began >= 0.45  # the grace was kept
+        drained.result(CALL_SECONDS)
+
+
+def test_an_idle_service_listens_for_a_while_and_then_ends_without_using_its_grace(
+    running: RunningService,
+) -> None:
     began = time.monotonic()
-    begin_drain(running).result(10)
-    assert 0.3 <= time.monotonic() - began < 0.75
+    begin_drain(running).result(CALL_SECONDS)
+    assert time.monotonic() - began >= 0.3
 
 
 def test_hurry_ends_the_patience(running: RunningService) -> None:
     with grpc.insecure_channel(running.address) as channel:
-        call = generation_pb2_grpc.GenerationServiceStub(channel).StreamGenerate(request_of(), timeout=60)
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        call = stub.StreamGenerate(request_of(**HELD), timeout=CALL_SECONDS)
         next(call)
         drained = begin_drain(running)
         running.service.hurry_threadsafe()
         with pytest.raises(grpc.RpcError) as raised:
             list(call)
         assert Refusal.of(raised.value).reason == "DRAINING"
-        drained.result(5)
+        drained.result(CALL_SECONDS)
 
 
 def test_a_reader_that_never_reads_does_not_hold_up_the_drain(tmp_path: Path) -> None:
@@ -123,11 +159,13 @@ def test_a_reader_that_never_reads_does_not_hold_up_the_drain(tmp_path: Path) ->
     with running_service(tmp_path, script=script, grace=0.2) as running:
         options = [("grpc.http2.bdp_probe", 0)]
         with grpc.insecure_channel(running.address, options) as channel:
-            request = request_of(4000)
+            request = request_of(max_tokens=4000)
             request.spec.output.logprobs = 20
-            call = generation_pb2_grpc.GenerationServiceStub(channel).StreamGenerate(request, timeout=60)
+            call = generation_pb2_grpc.GenerationServiceStub(channel).StreamGenerate(
+                request, timeout=CALL_SECONDS
+            )
             next(call)
-            begin_drain(running).result(10)
+            begin_drain(running).result(CALL_SECONDS)
             call.cancel()
 
 
@@ -135,7 +173,7 @@ class Process:
     """`python -m service` beside a scripted worker of this process."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
-        self.worker = ScriptedWorker(f"ipc://{folder}/engine", script=WorkerScript(step_ms=5)).start()
+        self.worker = ScriptedWorker(f"ipc://{folder}/engine", script=WorkerScript(step_ms=0)).start()
         self.socket = folder / "public.sock"
         command = [
             sys.executable,
@@ -161,13 +199,13 @@ class Process:
 
 @pytest.fixture
 def process(tmp_path: Path, wait_until: Any) -> Iterator[Process]:
-    made = Process(tmp_path, "--grace", "30")
+    made = Process(tmp_path, "--grace", str(LONG))
     try:
         info = server_pb2_grpc.ServerServiceStub(made.channel)
 
         def is_serving() -> bool:
             request = server_pb2.GetServerInfoRequest()
-            state = info.GetServerInfo(request, timeout=10, wait_for_ready=True).state
+            state = info.GetServerInfo(request, timeout=CALL_SECONDS, wait_for_ready=True).state
             return bool(state == server_pb2.SERVER_STATE_SERVING)
 
         wait_until(is_serving, "the service to serve")
@@ -183,24 +221,31 @@ def test_the_socket_is_its_owners_only(process: Process) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_and_exits_with_0_and_leaves_nothing(process: Process, number: int) -> None:
     stub = generation_pb2_grpc.GenerationServiceStub(process.channel)
-    call = stub.StreamGenerate(request_of(60), timeout=60)
+    call = stub.StreamGenerate(request_of(**HELD), timeout=CALL_SECONDS)
     next(call)
+    watch = health_watch(process.channel)
+    assert next(watch).status == health.SERVING
     process.process.send_signal(number)
+    while next(watch).status != health.NOT_SERVING:
+        pass
+    process.worker.let_go()
     assert list(call)[-1].WhichOneof("event") == "summary"
-    assert process.process.wait(10) == 0
+    assert process.process.wait(CALL_SECONDS) == 0
     assert not process.socket.exists()
     assert process.worker.goodbyes == 1
 
 
 def test_a_second_signal_aborts_the_rest(process: Process) -> None:
-    call = generation_pb2_grpc.GenerationServiceStub(process.channel).StreamGenerate(request_of(), timeout=60)
+    stub = generation_pb2_grpc.GenerationServiceStub(process.channel)
+    call = stub.StreamGenerate(request_of(**HELD), timeout=CALL_SECONDS)
     next(call)
-    process.process.send_signal(signal.SIGTERM)
     watch = health_watch(process.channel)
+    assert next(watch).status == health.SERVING
+    process.process.send_signal(signal.SIGTERM)
     while next(watch).status != health.NOT_SERVING:
         pass
     process.process.send_signal(signal.SIGTERM)
     with pytest.raises(grpc.RpcError) as raised:
         list(call)
     assert (Refusal.of(raised.value).code, Refusal.of(raised.value).reason) == ("UNAVAILABLE", "DRAINING")
-    assert process.process.wait(10) == 0
+    assert process.process.wait(CALL_SECONDS) == 0
