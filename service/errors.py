@@ -168,18 +168,16 @@ def duplicate_request_id(request_id: str) -> Failure:
     return Failure(grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID", message)
 
 
-def recording_running(recording_id: str) -> Failure:
-    """One recording runs at a time, and one that runs cannot be read."""
-    message = f"recording {recording_id} is running"
-    return Failure(
-        grpc.StatusCode.FAILED_PRECONDITION, "RECORDING_RUNNING", message, {"recording_id": recording_id}
-    )
-
-
 def recording_not_found(recording_id: str) -> Failure:
     """No recording of that id is held, or not any more."""
     message = f"no recording {recording_id[:128]!r} is held"
     return Failure(grpc.StatusCode.NOT_FOUND, "RECORDING_NOT_FOUND", message)
+
+
+def profile_not_found(file_name: str) -> Failure:
+    """No profile of that name is held, or not any more."""
+    message = f"no profile {file_name[:128]!r} is held"
+    return Failure(grpc.StatusCode.NOT_FOUND, "PROFILE_NOT_FOUND", message)
 
 
 def feature_disabled(feature: str) -> Failure:

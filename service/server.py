@@ -7,12 +7,12 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from grpc_channelz.v1 import channelz
 from prometheus_client import CollectorRegistry
 
 from kvatlas.revision import source_revision
@@ -28,6 +28,7 @@ from service import errors, health
 from service.admission import Admission
 from service.auth import Authenticator, AuthFileError
 from service.config import ConfigError, ServiceConfig
+from service.drain import DrainControl
 from service.fleet.codec import WorkerFacts
 from service.fleet.mirror_metrics import MirrorCollector
 from service.fleet.mirrors import PageMirrors
@@ -39,6 +40,7 @@ from service.handlers.cache import CacheServicer
 from service.handlers.generation import GenerationServicer
 from service.handlers.info import InfoServicer
 from service.handlers.live import LiveCalls
+from service.handlers.pins import PinKeeper, Pinner, read_pins
 from service.handlers.prompts import Prompts
 from service.health import HealthBoard
 from service.health_messages import SERVING
@@ -62,7 +64,10 @@ PUBLIC_SERVICES = (
     cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name,
     server_pb2.DESCRIPTOR.services_by_name["ServerService"].full_name,
 )
-ADMIN_SERVICES = (server_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,)
+ADMIN_SERVICES = (
+    server_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
+    "grpc.channelz.v1.Channelz",
+)
 ABORT_SECONDS = 1.0  # for handlers to end with a status of their own once they must
 STOP_SECONDS = 2.0  # for their `finally` after that
 HEALTH_SECONDS = 0.5
@@ -115,6 +120,7 @@ class Service:
             admission=Admission(config.max_calls),
             watches=Admission(config.max_watches),
             live=LiveCalls(),
+            drain=DrainControl(loop, config.grace),
             tracing=_tracing(config),
         )
         self._mirrors = PageMirrors()
@@ -122,10 +128,12 @@ class Service:
         registry.register(MirrorCollector(self._mirrors))
         live = self.backstage.live
         metrics.read_at_scrape(queue_tokens=live.unread_tokens, waiting=live.untaken)
+        self._pinner = Pinner(self.backstage, self._mirrors)
+        pins = read_pins(Path(config.pins)) if config.pins else []
+        self._pin_keeper = PinKeeper(self._pinner, self.backstage.pool, self._mirrors, pins)
         self._ops = OpsServer(registry, self._is_ready)
         self._server: grpc.aio.Server | None = None
         self._admin: grpc.aio.Server | None = None
-        self._hurry = asyncio.Event()
         self._health_timer: asyncio.TimerHandle | None = None
         self.port = 0  # of the public listener
         self.admin_port = 0
@@ -152,6 +160,7 @@ class Service:
             self.admin_port = _listen(self._admin, config.admin_address, credentials)
         await self._start_ops()
         self.backstage.pool.watch(self._refresh_health)
+        self.backstage.pool.watch(self._pin_keeper.look)
         self.backstage.pool.open()
         await self._server.start()
         if self._admin is not None:
@@ -164,15 +173,32 @@ class Service:
             "event=listening address=%s port=%d metrics_port=%d", config.address, self.port, self.metrics_port
         )
 
+    async def serve(self) -> None:
+        """Until a drain is over that nobody has taken back."""
+        is_over = False
+        while not is_over:
+            await self.backstage.drain.wait_until_wanted()
+            is_over = await self._drain()
+
     async def drain(self) -> None:
         """Ends the process's work in order; returns when nothing is left. hurry() shortens it."""
+        self.stop()
+        await self._drain()
+
+    def stop(self) -> None:
+        """Begins the drain, for good."""
+        self.backstage.drain.start_for_good()
+
+    async def _drain(self) -> bool:
+        """Whether everything has ended: the drain may be taken back."""
         backstage = self.backstage
         log.info("event=drain_started generations=%d", len(backstage.live))
         backstage.board.set_draining(True)
-        # The listener stays: balancers notice by health, callers get DRAINING, no refused connection.
-        listen = self._unless_hurried(asyncio.sleep(self._config.drain_listen))
-        idle = self._unless_hurried(self._idle_within(self._config.grace))
-        await asyncio.gather(listen, idle)
+        if not await self._be_patient():
+            backstage.board.set_draining(False)
+            log.info("event=drain_taken_back")
+            return False
+        backstage.drain.begin_end()
         await self._end_rest()
         for server in (self._server, self._admin):
             if server is not None:
@@ -184,14 +210,15 @@ class Service:
             await asyncio.to_thread(backstage.tracing.close)
         self._close()
         log.info("event=drained")
+        return True
 
     def hurry(self) -> None:
         """Ends a drain's patience: what still runs is aborted."""
-        self._hurry.set()
+        self.backstage.drain.hurry()
 
     def hurry_threadsafe(self) -> None:
         """The same from another thread."""
-        self._loop.call_soon_threadsafe(self._hurry.set)
+        self._loop.call_soon_threadsafe(self.hurry)
 
     # Parts
 
@@ -207,7 +234,8 @@ class Service:
 
     def _add_admin(self, server: grpc.aio.Server) -> None:
         add: Any = server_pb2_grpc.add_AdminServiceServicer_to_server
-        add(AdminServicer(self._mirrors), server)
+        add(AdminServicer(self.backstage, self._mirrors, self._pinner), server)
+        channelz.add_channelz_servicer(server)
         health.add_health(server, self.backstage.board)
         add_reflection(server, ADMIN_SERVICES)
 
@@ -244,13 +272,23 @@ class Service:
 
     # Drain
 
-    async def _unless_hurried(self, patience: Coroutine[Any, Any, object]) -> None:
-        waits = [asyncio.ensure_future(patience), asyncio.ensure_future(self._hurry.wait())]
+    async def _be_patient(self) -> bool:
+        """Until nothing runs, the grace is over or somebody hurries; False: the drain was taken back.
+
+        The listener stays: balancers notice by health, callers get DRAINING, no refused connection.
+        """
+        drain, loop = self.backstage.drain, self._loop
+        listen_until = loop.time() + self._config.drain_listen
+        idle = asyncio.ensure_future(self.backstage.live.wait_until_empty())
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            while drain.is_wanted and not drain.is_hurried:
+                end = listen_until if idle.done() else max(listen_until, drain.deadline)
+                if (left := end - loop.time()) <= 0:
+                    break
+                await drain.wait_for_change(left, idle)
         finally:
-            for wait in waits:
-                wait.cancel()
+            idle.cancel()
+        return drain.is_wanted or drain.is_hurried
 
     async def _idle_within(self, grace: float) -> None:
         with suppress(TimeoutError):
@@ -275,6 +313,7 @@ class Service:
             self._health_timer.cancel()
         if self._auth_task is not None:
             self._auth_task.cancel()
+        self._pin_keeper.close()
         self._mirrors.close()
         self.backstage.pool.close()
         self._ops.close()

@@ -5,7 +5,7 @@ AddRequest is always ahead of that request's tokens.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from worker.ids import SequenceId
@@ -151,6 +151,7 @@ class PinnedPrefix:
     pinned_tokens: int
     pinned_pages: int
     computed_tokens: int
+    hit_tokens: int
     seconds_left: float | None  # None: for ever
 
 
@@ -190,6 +191,7 @@ class CallReason(IntEnum):
 
     NONE = 0
     INVALID_FIELD = 1
+    QUEUE_FULL = 7
     QUOTA_EXCEEDED = 8
     DRAINING = 11
     NOT_READY = 12
@@ -200,6 +202,8 @@ class CallReason(IntEnum):
     RECORDING_RUNNING = 26
     DEADLINE_PASSED = 28
     RECORDING_FAILED = 29
+    PROFILE_RUNNING = 30
+    PROFILE_NOT_FOUND = 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +214,7 @@ class CallFailure:
     error: CallError
     reason: CallReason
     message: str
+    metadata: Mapping[str, str] = field(default_factory=dict)  # of ErrorInfo, for machines
 
 
 @dataclass(frozen=True, slots=True)

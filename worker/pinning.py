@@ -18,8 +18,8 @@ from worker.messages import (
     PinnedPrefix,
 )
 from worker.scheduling.output import FinishCode, OutputColumns
+from worker.scheduling.pins import MAX_PINS, PinOutcome, PinStatus
 from worker.scheduling.pins import Pin as KeptPin
-from worker.scheduling.pins import PinOutcome, PinStatus
 from worker.scheduling.request import AddStatus, RequestSpec
 from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.scheduler import Scheduler
@@ -28,10 +28,21 @@ PIN_SOURCE = "#pins"
 """Source of the requests made here; no service can have it: an instance id stands before its '#'."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Pending:
     command: Pin
     expires: float | None
+    is_computed: bool = False  # by a request of ours
+    hit_tokens: int = 0  # of its prefix that were there already
+
+
+_BROKEN = (CallError.INTERNAL, CallReason.INTERNAL)
+_DRAINING = (CallError.UNAVAILABLE, CallReason.DRAINING)
+_ENDS = {FinishCode.DRAINED: _DRAINING}
+_REFUSALS = {
+    AddStatus.QUEUE_FULL: (CallError.UNAVAILABLE, CallReason.QUEUE_FULL),
+    AddStatus.DRAINING: _DRAINING,
+}
 
 
 class PinDesk:
@@ -55,29 +66,38 @@ class PinDesk:
         if outcome.status is PinStatus.NOT_CACHED and outcome.needed_pages:
             self._compute(pending, now)
         else:
-            self._answer(pending, outcome, 0, now)
+            self._answer(pending, outcome, now)
 
     def list(self, command: ListPins, now: float) -> None:
         """All pins, by name."""
-        pins = tuple(_shown(pin, pin.num_tokens, 0, now) for pin in self._scheduler.list_pins())
+        pins = tuple(_shown(pin, now) for pin in self._scheduler.list_pins())
         self._outputs.put(PinAnswer(command.ticket, pins, is_list=True))
 
     def take(self, columns: OutputColumns, now: float) -> None:
         """What became of the requests made here."""
+        for start in columns.starts:
+            computed = self._pending.get(start.sequence_id)
+            if computed is not None and start.prefix is not None:
+                computed.hit_tokens = start.prefix.hit_tokens
         for end in columns.ends:
             pending = self._pending.pop(end.sequence_id, None)
             if pending is None:
                 continue
-            if end.code is not FinishCode.MAX_TOKENS:
-                self._refuse(
-                    pending, CallError.INTERNAL, CallReason.INTERNAL, f"its request ended: {end.code.name}"
-                )
-                continue
-            self._answer(pending, self._set(pending, now), len(pending.command.token_ids), now)
+            if end.code is FinishCode.MAX_TOKENS:
+                self._answer(pending, self._set(pending, now), now)
+            else:
+                self._refuse(pending, *_ENDS.get(end.code, _BROKEN), f"its request ended: {end.code.name}")
 
     def _set(self, pending: _Pending, now: float) -> PinOutcome:
         command = pending.command
-        return self._scheduler.pin(command.name, list(command.token_ids), command.salt, pending.expires, now)
+        return self._scheduler.pin(
+            command.name,
+            list(command.token_ids),
+            command.salt,
+            pending.expires,
+            now,
+            len(command.token_ids) - pending.hit_tokens if pending.is_computed else 0,
+        )
 
     def _compute(self, pending: _Pending, now: float) -> None:
         sequence_id = SequenceId(self._next_id)
@@ -92,32 +112,47 @@ class PinDesk:
         )
         outcome = self._scheduler.add(spec, now)
         if outcome.status is AddStatus.ACCEPTED:
+            pending.is_computed = True
             self._pending[sequence_id] = pending
             return
         text = f"the prefix cannot be computed: {outcome.status.name} {outcome.message}"
-        self._refuse(pending, CallError.UNAVAILABLE, CallReason.NONE, text)
+        self._refuse(pending, *_REFUSALS.get(outcome.status, _BROKEN), text)
 
-    def _answer(self, pending: _Pending, outcome: PinOutcome, computed: int, now: float) -> None:
-        command = pending.command
+    def _answer(self, pending: _Pending, outcome: PinOutcome, now: float) -> None:
         if outcome.pin is not None:
-            shown = _shown(outcome.pin, len(command.token_ids), computed, now)
-            self._outputs.put(PinAnswer(command.ticket, (shown,)))
+            self._outputs.put(PinAnswer(pending.command.ticket, (_shown(outcome.pin, now),)))
         elif outcome.status is PinStatus.LIMIT:
             text = (
                 f"{outcome.needed_pages} pages needed, {outcome.pinned_pages} of at most"
-                f" {outcome.max_pinned_pages} pinned"
+                f" {outcome.max_pinned_pages} pinned; at most {MAX_PINS} pins"
             )
-            self._refuse(pending, CallError.FAILED_PRECONDITION, CallReason.PIN_LIMIT, text)
+            about = {
+                "needed_pages": str(outcome.needed_pages),
+                "pinned_pages": str(outcome.pinned_pages),
+                "max_pinned_pages": str(outcome.max_pinned_pages),
+            }
+            reason = CallReason.PIN_LIMIT
+            self._outputs.put(
+                CallFailure(pending.command.ticket, CallError.FAILED_PRECONDITION, reason, text, about)
+            )
+        elif not outcome.needed_pages:
+            text = "the prefix has no whole page"
+            self._refuse(pending, CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD, text)
         else:
-            text = (
-                "the prefix has no whole page" if not outcome.needed_pages else "its pages are gone already"
-            )
-            self._refuse(pending, CallError.FAILED_PRECONDITION, CallReason.NONE, text)
+            self._refuse(pending, *_BROKEN, "its pages were computed and are gone already")
 
     def _refuse(self, pending: _Pending, error: CallError, reason: CallReason, text: str) -> None:
         self._outputs.put(CallFailure(pending.command.ticket, error, reason, text))
 
 
-def _shown(pin: KeptPin, token_count: int, computed: int, now: float) -> PinnedPrefix:
-    left = None if pin.expires is None else max(0.0, pin.expires - now)
-    return PinnedPrefix(pin.name, pin.salt, token_count, pin.num_tokens, len(pin.pages), computed, left)
+def _shown(pin: KeptPin, now: float) -> PinnedPrefix:
+    return PinnedPrefix(
+        name=pin.name,
+        salt=pin.salt,
+        token_count=pin.prefix_tokens,
+        pinned_tokens=pin.num_tokens,
+        pinned_pages=len(pin.pages),
+        computed_tokens=pin.computed_tokens,
+        hit_tokens=pin.hit_tokens,
+        seconds_left=None if pin.expires is None else max(0.0, pin.expires - now),
+    )

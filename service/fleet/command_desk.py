@@ -26,6 +26,7 @@ class CommandFailed(Exception):
         self.code: int = reply.code  # google.rpc.Code
         self.error_reason: int = reply.error_reason  # kvatlas.v1.ErrorReason
         self.message: str = reply.message
+        self.metadata: dict[str, str] = dict(reply.metadata)  # of ErrorInfo
 
 
 @dataclass(slots=True)

@@ -27,6 +27,16 @@ def named_worker(mirrors: PageMirrors, worker_id: str) -> KeptMirror:
     raise errors.worker_not_found(f"no worker has the id {worker_id[:128]!r}")
 
 
+def reachable_workers(mirrors: PageMirrors, worker_id: str) -> list[KeptMirror]:
+    """The worker that is named, or all that are there. Raises Failure."""
+    if worker_id:
+        return [named_worker(mirrors, worker_id)]
+    there = [each for each in mirrors.kept if each.link.is_up]
+    if not there:
+        raise errors.not_ready()
+    return there
+
+
 @asynccontextmanager
 async def asked(
     kept: KeptMirror,
@@ -63,7 +73,5 @@ def failure_of(failed: CommandFailed) -> Failure:
         (each for each in grpc.StatusCode if each.value[0] == failed.code), grpc.StatusCode.INTERNAL
     )
     reason = errors.reason_name(failed.error_reason)
-    if reason == "RECORDING_RUNNING":  # the message is the recording's id
-        return errors.recording_running(failed.message)
     retry_ms = 1000 if status is grpc.StatusCode.RESOURCE_EXHAUSTED else None
-    return Failure(status, reason, failed.message, retry_ms=retry_ms)
+    return Failure(status, reason, failed.message, failed.metadata, retry_ms=retry_ms)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from service import errors
 from service.admission import Admission
 from service.config import ServiceConfig
+from service.drain import DrainControl
 from service.fleet.codec import WorkerFacts
 from service.fleet.workers import WorkerPool
 from service.handlers.live import LiveCalls
@@ -33,6 +34,7 @@ class Backstage:
     admission: Admission  # generations
     watches: Admission  # watch streams of all services
     live: LiveCalls
+    drain: DrainControl
     tracing: "Tracing | None" = None  # None: off
 
     def refuse_if_draining(self) -> None:

@@ -82,7 +82,7 @@ def generation(spec: pb.GenerationSpec, vocab_size: int, max_samples: int = MAX_
     found = Violations()
     if spec.request_id and not REQUEST_ID.fullmatch(spec.request_id):
         found.add("spec.request_id", "must be 1 to 64 characters of [A-Za-z0-9_.:-]")
-    _prompt(found, spec, vocab_size)
+    prompt(found, spec, "prompt", vocab_size, path="spec.")
     _sampling(found, spec.sampling, vocab_size, max_samples)
     _stop(found, spec.stop, vocab_size)
     _output(found, spec.output)
@@ -143,18 +143,19 @@ def seconds(duration: Duration) -> float:
     return duration.seconds + duration.nanos * 1e-9
 
 
-def _prompt(found: Violations, spec: pb.GenerationSpec, vocab_size: int) -> None:
-    kind = spec.WhichOneof("prompt")
+def prompt(found: Violations, message: Any, oneof: str, vocab_size: int, *, path: str = "") -> None:
+    """Text, ids or chat turns: exactly one of a message's oneof; `path` ends with a dot, or is empty."""
+    kind = message.WhichOneof(oneof)
     if kind is None:
-        found.add("spec.prompt", "one of text, token_ids, chat must be set")
+        found.add(f"{path}{oneof}", "one of text, token_ids, chat must be set")
     elif kind == "text":
-        _text(found, "spec.text", spec.text)
+        _text(found, f"{path}text", message.text)
     elif kind == "chat":
-        _chat(found, "spec.chat", spec.chat)
-    elif not spec.token_ids.ids:
-        found.add("spec.token_ids.ids", "must not be empty")
+        _chat(found, f"{path}chat", message.chat)
+    elif not message.token_ids.ids:
+        found.add(f"{path}token_ids.ids", "must not be empty")
     else:
-        found.ids("spec.token_ids.ids", spec.token_ids.ids, vocab_size)
+        found.ids(f"{path}token_ids.ids", message.token_ids.ids, vocab_size)
 
 
 def _text(found: Violations, path: str, text: str, *, may_be_empty: bool = False) -> None:

@@ -265,6 +265,7 @@ def failure_reply(failure: CallFailure) -> worker_pb2.CommandReply:
         code=int(failure.error),
         error_reason=int(failure.reason),  # type: ignore[arg-type]
         message=failure.message,
+        metadata=failure.metadata,
     )
 
 

@@ -69,9 +69,9 @@ class RecordingDesk:
         except CallRefused as refused:
             self._fail(ticket, refused.error, refused.reason, refused.message)
         except RecorderBusy as busy:
-            # The service names the id in the metadata: the message is nothing but the id.
+            text, about = f"recording {busy.recording_id} is running", {"recording_id": busy.recording_id}
             reason = CallReason.RECORDING_RUNNING
-            self._fail(ticket, CallError.FAILED_PRECONDITION, reason, busy.recording_id)
+            self._answers.put(CallFailure(ticket, CallError.FAILED_PRECONDITION, reason, text, about))
         except NoSuchRecording as missing:
             text = f"no recording {str(missing)[:128]!r} is held" if str(missing) else "no recording is held"
             self._fail(ticket, CallError.NOT_FOUND, CallReason.RECORDING_NOT_FOUND, text)

@@ -205,6 +205,7 @@ def _pin(pin: PinnedPrefix, worker_id: str, now_ns: int) -> server_pb2.PinnedPre
         pinned_tokens=pin.pinned_tokens,
         pinned_pages=pin.pinned_pages,
         computed_tokens=pin.computed_tokens,
+        hit_tokens=pin.hit_tokens,
         tenant=tenant.decode(errors="replace"),
         salt=salt.decode(errors="replace"),
         expire_time=None if left is None else timestamp(now_ns + int(left * 1e9)),

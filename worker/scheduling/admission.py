@@ -223,6 +223,8 @@ class Admission:
         totals.miss_cold_tokens += counts.miss_cold_tokens
         totals.miss_evicted_tokens += counts.miss_evicted_tokens
         totals.unaligned_tokens += counts.unaligned_tokens
+        if found:
+            books.tell_hit(found)
         return counts
 
     def _note_interval(self, now: float) -> None:

@@ -87,6 +87,7 @@ class Books:
         self.uncached_tokens = 0  # of the requests that were not admitted yet
         self.repointed: list[tuple[Sequence, int]] = []  # page indexes to be written to their rows again
         self.tell: Callable[[Arrival | Departure], object] | None = None  # requests that come and end
+        self.tell_hit: Callable[[list[int]], object] = lambda pages: None  # a prompt found these pages
         # For observers: from which page on a sequence changed, and who is gone.
         self.is_observed = False  # nothing is kept for nobody
         self.changed: dict[Sequence, int] = {}

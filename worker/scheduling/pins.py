@@ -5,8 +5,8 @@ sequence which was let in could not run alone any more.
 """
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from worker.scheduling.books import Books
@@ -20,6 +20,9 @@ class PinStatus(IntEnum):
     LIMIT = 3  # too many pages
 
 
+MAX_PINS = 256  # names; pins may share all their pages
+
+
 @dataclass(frozen=True, slots=True)
 class Pin:
     """One pinned prefix."""
@@ -27,8 +30,11 @@ class Pin:
     name: str
     salt: bytes
     pages: tuple[int, ...]
-    num_tokens: int
+    num_tokens: int  # in those pages
     expires: float | None
+    prefix_tokens: int = 0  # of what was asked for; the last page may not be whole
+    computed_tokens: int = 0  # those that had to be computed for it
+    hit_tokens: int = 0  # prompt tokens that were found in its pages since
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +55,33 @@ class Pins:
     def __init__(self, books: Books) -> None:
         self._books = books
         self._pins: dict[str, Pin] = {}
+        self._by_first_page: dict[int, list[str]] = {}
 
-    def set(self, name: str, token_ids: Sequence[int], salt: bytes, expires: float | None) -> PinOutcome:
+    def set(
+        self,
+        name: str,
+        token_ids: Sequence[int],
+        salt: bytes,
+        expires: float | None,
+        computed_tokens: int = 0,
+    ) -> PinOutcome:
         """Pins the whole pages of a cached prefix under ``name``, instead of what it stood for before."""
         books, cache = self._books, self._books.cache
         needed = len(token_ids) // books.config.page_size
         pages = cache.lookup(array("I", token_ids), salt, needed).pages
         most = books.config.num_pinnable_pages
         pinned = cache.num_pinned_pages + cache.num_newly_pinned(pages) + needed - len(pages)
-        if pinned > most or pinned + self._most_needed() > books.config.cache.num_pages:
+        is_one_too_many = len(self._pins) >= MAX_PINS and name not in self._pins
+        if is_one_too_many or pinned > most or pinned + self._most_needed() > books.config.cache.num_pages:
             return PinOutcome(PinStatus.LIMIT, None, needed, len(pages), cache.num_pinned_pages, most)
         if len(pages) < needed or not needed:
             return PinOutcome(PinStatus.NOT_CACHED, None, needed, len(pages), cache.num_pinned_pages, most)
         cache.pin(pages)
         self.remove(name)
-        pin = Pin(name, salt, tuple(pages), needed * books.config.page_size, expires)
+        num_tokens = needed * books.config.page_size
+        pin = Pin(name, salt, tuple(pages), num_tokens, expires, len(token_ids), computed_tokens)
         self._pins[name] = pin
+        self._by_first_page.setdefault(pin.pages[0], []).append(name)
         return PinOutcome(PinStatus.PINNED, pin, needed, needed, cache.num_pinned_pages, most)
 
     def _most_needed(self) -> int:
@@ -77,7 +94,22 @@ class Pins:
         pin = self._pins.pop(name, None)
         if pin is not None:
             self._books.cache.unpin(pin.pages)
+            names = self._by_first_page[pin.pages[0]]
+            names.remove(name)
+            if not names:
+                del self._by_first_page[pin.pages[0]]
         return pin is not None
+
+    def hit(self, pages: Sequence[int]) -> None:
+        """A prompt found these pages, first of its prefix first."""
+        for name in self._by_first_page.get(pages[0], ()) if pages else ():
+            pin = self._pins[name]
+            num_shared = next(
+                (at for at, (one, other) in enumerate(zip(pin.pages, pages, strict=False)) if one != other),
+                min(len(pin.pages), len(pages)),
+            )
+            hits = pin.hit_tokens + num_shared * self._books.config.page_size
+            self._pins[name] = replace(pin, hit_tokens=hits)
 
     def expire(self, now: float) -> None:
         """Lets go of pins whose time is over."""
@@ -90,10 +122,11 @@ class Pins:
         """Pins by name."""
         return [self._pins[name] for name in sorted(self._pins)]
 
-    def drop_all(self) -> None:
-        """Lets go of all."""
-        for name in list(self._pins):
-            self.remove(name)
+    def drop(self, matches: Callable[[bytes], bool] | None = None) -> None:
+        """Lets go of all, or of those whose salt ``matches``."""
+        for pin in list(self._pins.values()):
+            if matches is None or matches(pin.salt):
+                self.remove(pin.name)
 
     @property
     def next_expiry(self) -> float | None:

@@ -61,6 +61,7 @@ class Scheduler:
         self._planner = Planner(self._books, self._admission)
         self._committer = Committer(self._books)
         self._pins = Pins(self._books)
+        self._books.tell_hit = self._pins.hit
         self._auditor = Auditor(self._books)
         self._numbers = count(1)
         self._draining = False
@@ -248,16 +249,22 @@ class Scheduler:
         """Empties the prefix cache, or the part whose salt ``matches``."""
         self._books.set_clock(self._books.step_number, now)
         if include_pinned:
-            self._pins.drop_all()
+            self._pins.drop(matches)
         self._stalled = False
         return self._books.cache.flush(matches, include_active)
 
     def pin(
-        self, name: str, token_ids: "list[int]", salt: bytes, expires: float | None, now: float
+        self,
+        name: str,
+        token_ids: "list[int]",
+        salt: bytes,
+        expires: float | None,
+        now: float,
+        computed_tokens: int = 0,
     ) -> PinOutcome:
         """Keeps the whole pages of a cached prefix; idempotent by name."""
         self._books.set_clock(self._books.step_number, now)
-        return self._pins.set(name, token_ids, salt, expires)
+        return self._pins.set(name, token_ids, salt, expires, computed_tokens)
 
     def unpin(self, name: str, now: float) -> bool:
         """Lets go of a pin; whether there was one."""
