@@ -22,6 +22,7 @@ from service import health_messages as health
 from service.testing import Refusal, RunningService, WorkerScript, loop_thread, running_service
 
 ROOT = Path(__file__).resolve().parents[2]
+CALL_SECONDS = 120.0  # ends a call that hangs
 NAMES = ("", "kvatlas.v1.GenerationService", "kvatlas.v1.CacheService")
 
 
@@ -40,7 +41,7 @@ def channel(running: RunningService) -> Iterator[grpc.Channel]:
 def generate(channel: grpc.Channel, text: str = "abc", **more: Any) -> pb.GenerateResponse:
     spec = pb.GenerationSpec(text=text, stop=pb.StopCriteria(max_tokens=3), **more)
     stub = generation_pb2_grpc.GenerationServiceStub(channel)
-    response: pb.GenerateResponse = stub.Generate(pb.GenerateRequest(spec=spec), timeout=20)
+    response: pb.GenerateResponse = stub.Generate(pb.GenerateRequest(spec=spec), timeout=CALL_SECONDS)
     return response
 
 
@@ -51,7 +52,7 @@ def health_call(channel: grpc.Channel, method: str, request: Any, response: str)
         request_serializer=type(request).SerializeToString,
         response_deserializer=getattr(health, response).FromString,
     )
-    return call(request, timeout=20)
+    return call(request, timeout=CALL_SECONDS)
 
 
 def check(channel: grpc.Channel, name: str) -> int:
@@ -115,8 +116,8 @@ def test_one_request_whose_text_breaks_does_not_touch_the_others(
 
     tokenizer = running.service.backstage.prompts.tokenizer
     stub = generation_pb2_grpc.GenerationServiceStub(channel)
-    spec = pb.GenerationSpec(text="abcd", stop=pb.StopCriteria(max_tokens=400), labels={"fake.step_ms": "2"})
-    other = stub.StreamGenerate(pb.StreamGenerateRequest(spec=spec), timeout=20)
+    spec = pb.GenerationSpec(text="abcd", stop=pb.StopCriteria(max_tokens=400), labels={"fake.hold_at": "9"})
+    other = stub.StreamGenerate(pb.StreamGenerateRequest(spec=spec), timeout=CALL_SECONDS)
     next(other)
     tokenizer.detokenizer = lambda **_: Broken([])  # type: ignore[method-assign]
     try:
@@ -125,6 +126,7 @@ def test_one_request_whose_text_breaks_does_not_touch_the_others(
     finally:
         del tokenizer.detokenizer
     assert Refusal.of(raised.value).reason == "INTERNAL"
+    running.worker.let_go()
     assert list(other)[-1].summary.usage.completion_tokens == 400
 
 
@@ -179,10 +181,10 @@ def test_what_clients_send_makes_no_series(running: RunningService, channel: grp
         spec = pb.GenerationSpec(text="a", request_id=f"id-{number}", model=f"model-{number}")
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         with pytest.raises(grpc.RpcError):
-            stub.Generate(pb.GenerateRequest(spec=spec), timeout=20)
+            stub.Generate(pb.GenerateRequest(spec=spec), timeout=CALL_SECONDS)
         unknown = channel.unary_unary(f"/some.Service/Method{number}")
         with pytest.raises(grpc.RpcError):
-            unknown(b"", timeout=20)
+            unknown(b"", timeout=CALL_SECONDS)
 
     bother(-1)
     before = count()
@@ -225,7 +227,7 @@ def test_health_follows_the_worker(tmp_path: Any, wait_until: Any) -> None:
         assert check(channel, "") == health.SERVING
         ready = urllib.request.Request(running.metrics_url + "/readyz")
         with pytest.raises(urllib.error.HTTPError) as raised:
-            urllib.request.urlopen(ready, timeout=5)
+            urllib.request.urlopen(ready, timeout=CALL_SECONDS)
         assert raised.value.code == 503
         raised.value.close()
         running.worker.start()
@@ -242,7 +244,7 @@ def test_a_loading_worker_is_not_served_from(tmp_path: Any, wait_until: Any) -> 
         wait_until(lambda: running.service.backstage.pool.links[0].is_up, "the worker's welcome")
         assert check(channel, "kvatlas.v1.GenerationService") == health.NOT_SERVING
         info = server_pb2_grpc.ServerServiceStub(channel)
-        state = info.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=5).state
+        state = info.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=CALL_SECONDS).state
         assert state == server_pb2.SERVER_STATE_STARTING
         script.state = server_pb2.SERVER_STATE_SERVING
         wait_until(
@@ -266,7 +268,7 @@ def test_reflection_lists_the_services_and_describes_them(channel: grpc.Channel,
         reflection_pb2.ServerReflectionRequest(file_containing_symbol="grpc.health.v1.Health"),
         reflection_pb2.ServerReflectionRequest(file_containing_symbol="no.such.Symbol"),
     ]
-    listed, generation, healthy, unknown = call(iter(requests), timeout=20)
+    listed, generation, healthy, unknown = call(iter(requests), timeout=CALL_SECONDS)
     names = {service.name for service in listed.list_services_response.service}
     assert names == {
         "kvatlas.v1.GenerationService",
@@ -299,15 +301,17 @@ def test_server_info_tells_the_limits_that_are_checked(channel: grpc.Channel) ->
 
 def test_models_are_listed_and_found_by_id(channel: grpc.Channel) -> None:
     stub = server_pb2_grpc.ServerServiceStub(channel)
-    (model,) = stub.ListModels(server_pb2.ListModelsRequest(), timeout=5).models
+    (model,) = stub.ListModels(server_pb2.ListModelsRequest(), timeout=CALL_SECONDS).models
     assert (model.model_id, model.defaults.temperature) == ("toy", 1.0)
     for model_id in ("", "toy"):
-        assert stub.GetModel(server_pb2.GetModelRequest(model_id=model_id), timeout=5).model == model
+        assert (
+            stub.GetModel(server_pb2.GetModelRequest(model_id=model_id), timeout=CALL_SECONDS).model == model
+        )
     with pytest.raises(grpc.RpcError) as raised:
-        stub.GetModel(server_pb2.GetModelRequest(model_id="other"), timeout=5)
+        stub.GetModel(server_pb2.GetModelRequest(model_id="other"), timeout=CALL_SECONDS)
     assert Refusal.of(raised.value).reason == "MODEL_NOT_FOUND"
     with pytest.raises(grpc.RpcError) as raised:
-        stub.ListModels(server_pb2.ListModelsRequest(cursor="x"), timeout=5)
+        stub.ListModels(server_pb2.ListModelsRequest(cursor="x"), timeout=CALL_SECONDS)
     assert Refusal.of(raised.value).paths == ("cursor",)
 
 
@@ -320,19 +324,19 @@ def test_load_counts_what_runs_and_what_waits(
     def call(**labels: str) -> Any:
         spec = pb.GenerationSpec(text="abcd", stop=pb.StopCriteria(max_tokens=4000))
         spec.labels.update({f"fake.{name}": value for name, value in labels.items()})
-        return stub.StreamGenerate(pb.StreamGenerateRequest(spec=spec), timeout=20)
+        return stub.StreamGenerate(pb.StreamGenerateRequest(spec=spec), timeout=CALL_SECONDS)
 
-    runs, waits = call(step_ms="20"), call(wait_ms="60000")
+    runs, waits = call(hold_at="5"), call(wait_ms="600000")
     next(runs)
 
     def load() -> server_pb2.Load:
-        found: server_pb2.Load = info.GetLoad(server_pb2.GetLoadRequest(), timeout=5).load
+        found: server_pb2.Load = info.GetLoad(server_pb2.GetLoadRequest(), timeout=CALL_SECONDS).load
         return found
 
     wait_until(lambda: (load().active_requests, load().waiting_requests) == (2, 1), "both to be counted")
     wait_until(lambda: load().workers[0].running_sequences == 1, "the worker's heartbeat")
     assert load().workers[0].waiting_requests == 1
-    assert load().age.ToMilliseconds() < 2000
+    wait_until(lambda: load().age.ToMilliseconds() < 2000, "news of the worker")
     runs.cancel()
     waits.cancel()
     wait_until(lambda: load().active_requests == 0, "an idle service")
@@ -342,12 +346,12 @@ def test_load_is_pushed_at_the_interval_asked_for(channel: grpc.Channel) -> None
     stub = server_pb2_grpc.ServerServiceStub(channel)
     request = server_pb2.WatchLoadRequest()
     request.interval.FromMilliseconds(100)
-    watch = stub.WatchLoad(request, timeout=20)
+    watch = stub.WatchLoad(request, timeout=CALL_SECONDS)
     assert all(next(watch).HasField("load") for _ in range(4))
     watch.cancel()
     request.interval.FromMilliseconds(99)
     with pytest.raises(grpc.RpcError) as raised:
-        next(stub.WatchLoad(request, timeout=20))
+        next(stub.WatchLoad(request, timeout=CALL_SECONDS))
     assert Refusal.of(raised.value).paths == ("interval",)
 
 
@@ -357,12 +361,12 @@ def test_load_is_pushed_at_the_interval_asked_for(channel: grpc.Channel) -> None
 def test_metrics_are_served_in_both_formats(running: RunningService) -> None:
     for accept in ("text/plain", "application/openmetrics-text; version=1.0.0"):
         request = urllib.request.Request(running.metrics_url + "/metrics", headers={"Accept": accept})
-        with urllib.request.urlopen(request, timeout=5) as answer:
+        with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
             body = answer.read().decode()
             assert answer.headers["Content-Type"].startswith(accept.partition(";")[0])
         assert 'kvatlas_requests_total{outcome="completed"}' in body
         assert body.endswith("# EOF\n") == ("openmetrics" in accept)
-    with urllib.request.urlopen(running.metrics_url + "/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(running.metrics_url + "/metrics", timeout=CALL_SECONDS) as answer:
         families = {family.name for family in text_string_to_metric_families(answer.read().decode())}
     assert {"kvatlas_page_mirror_age_seconds", "kvatlas_page_watchers", "grpc_server_started"} <= families
 
@@ -370,7 +374,7 @@ def test_metrics_are_served_in_both_formats(running: RunningService) -> None:
 @pytest.mark.parametrize(("path", "status"), [("/healthz", 200), ("/readyz", 200), ("/etc/passwd", 404)])
 def test_probes_are_answered(running: RunningService, path: str, status: int) -> None:
     host, port = running.metrics_url.removeprefix("http://").split(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=5)
+    connection = http.client.HTTPConnection(host, int(port), timeout=CALL_SECONDS)
     connection.request("GET", path)
     assert connection.getresponse().status == status
     connection.close()
@@ -412,11 +416,16 @@ def test_nothing_is_left_of_a_thousand_cancelled_streams(running: RunningService
     thread = loop_thread()
     wait_until(lambda: running.is_idle, "idle service and worker")
     before = thread.run(tasks())
-    spec = pb.GenerationSpec(text="abcd", stop=pb.StopCriteria(max_tokens=4000), labels={"fake.step_ms": "5"})
+    spec = pb.GenerationSpec(
+        text="abcd", stop=pb.StopCriteria(max_tokens=4000), labels={"fake.step_ms": "30"}
+    )
     with grpc.insecure_channel(running.address) as own:
         stub = generation_pb2_grpc.GenerationServiceStub(own)
         for _ in range(100):
-            calls = [stub.StreamGenerate(pb.StreamGenerateRequest(spec=spec), timeout=20) for _ in range(10)]
+            calls = [
+                stub.StreamGenerate(pb.StreamGenerateRequest(spec=spec), timeout=CALL_SECONDS)
+                for _ in range(10)
+            ]
             for call in calls:
                 call.cancel()
     wait_until(lambda: running.is_idle, "idle service and worker")
@@ -429,5 +438,7 @@ def test_the_service_needs_no_torch_and_starts_no_process_by_fork() -> None:
     code = f"import sys, service.__main__; print([name for name in {unwanted} if name in sys.modules])"
     command = [sys.executable, "-c", code]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}"}
-    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    output = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=CALL_SECONDS
+    )
     assert output.stdout.strip() == "[]"

@@ -16,8 +16,9 @@ from kvatlas.v1 import generation_pb2_grpc, server_pb2, server_pb2_grpc
 from service.request import AbortReason
 from service.testing import Refusal, RunningService, ScriptedWorker, WorkerScript, running_service
 
-ENDLESS = {"fake.step_ms": "5"}
-WAITING = {"fake.wait_ms": "60000"}
+ENDLESS = {"fake.step_ms": "250"}  # for two minutes
+WAITING = {"fake.wait_ms": "600000"}
+CALL_SECONDS = 120.0  # ends a call that hangs
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def spec_of(text: str = "abc", **more: Any) -> pb.GenerationSpec:
     return pb.GenerationSpec(text=text, **more)
 
 
-def refused(stub: Any, spec: pb.GenerationSpec, timeout: float | None = 20) -> Refusal:
+def refused(stub: Any, spec: pb.GenerationSpec, timeout: float | None = CALL_SECONDS) -> Refusal:
     """The status of a stream; the unary call must get the same one."""
     with pytest.raises(grpc.RpcError) as whole:
         stub.Generate(pb.GenerateRequest(spec=spec), timeout=timeout)
@@ -97,7 +98,7 @@ def test_all_violations_come_in_one_answer(stub: Any) -> None:
     )
     request = pb.StreamGenerateRequest(spec=spec, stream=pb.StreamOptions(min_tokens_per_message=65))
     with pytest.raises(grpc.RpcError) as raised:
-        list(stub.StreamGenerate(request, timeout=20))
+        list(stub.StreamGenerate(request, timeout=CALL_SECONDS))
     assert set(Refusal.of(raised.value).paths) == {
         "spec.sampling.temperature",
         "spec.sampling.top_p",
@@ -128,18 +129,18 @@ def test_the_operator_may_allow_less_prompt_than_the_context(
     ):
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         few = pb.StopCriteria(max_tokens=1)
-        stub.Generate(pb.GenerateRequest(spec=spec_of("x" * 10, stop=few)), timeout=20)
+        stub.Generate(pb.GenerateRequest(spec=spec_of("x" * 10, stop=few)), timeout=CALL_SECONDS)
         refusal = refused(stub, spec_of("x" * 11, stop=few))
         assert (refusal.reason, refusal.metadata["max_prompt_tokens"]) == ("PROMPT_TOO_LONG", "10")
         info = server_pb2_grpc.ServerServiceStub(channel)
-        limits = info.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=5).limits
+        limits = info.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=CALL_SECONDS).limits
         assert limits.max_prompt_tokens == 10
 
 
 def test_max_tokens_over_the_context_is_cut_to_it_and_ends_as_context_length(stub: Any) -> None:
     """B044: a prompt of 8 with max_tokens far over the context is answered."""
     spec = spec_of("12345678", stop=pb.StopCriteria(max_tokens=100_000), labels={"fake.step_ms": "0"})
-    response = stub.Generate(pb.GenerateRequest(spec=spec), timeout=20)
+    response = stub.Generate(pb.GenerateRequest(spec=spec), timeout=CALL_SECONDS)
     assert response.choices[0].finish_reason == pb.FINISH_REASON_CONTEXT_LENGTH
     assert response.usage.completion_tokens == 512 - 8
 
@@ -219,7 +220,9 @@ def test_the_third_attempt_at_a_full_queue_is_the_last(running: RunningService) 
     with grpc.insecure_channel(running.address, options) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         with pytest.raises(grpc.RpcError) as raised:
-            stub.Generate(pb.GenerateRequest(spec=spec_of(labels={"fake.status": "QUEUE_FULL"})), timeout=20)
+            stub.Generate(
+                pb.GenerateRequest(spec=spec_of(labels={"fake.status": "QUEUE_FULL"})), timeout=CALL_SECONDS
+            )
     assert Refusal.of(raised.value).pushback == "-1"
     assert len(running.worker.adds) == 3
 
@@ -244,7 +247,11 @@ def test_bytes_that_are_no_message_are_malformed(
     raw = getattr(channel, request_type)(
         f"/kvatlas.v1.GenerationService/{method}", request_serializer=lambda b: b, response_deserializer=bytes
     )
-    call = raw(data, timeout=20) if request_type == "unary_stream" else iter(lambda: raw(data, timeout=20), 0)
+    call = (
+        raw(data, timeout=CALL_SECONDS)
+        if request_type == "unary_stream"
+        else iter(lambda: raw(data, timeout=CALL_SECONDS), 0)
+    )
     with pytest.raises(grpc.RpcError) as raised:
         next(call)
     refusal = Refusal.of(raised.value)
@@ -253,7 +260,7 @@ def test_bytes_that_are_no_message_are_malformed(
 
 
 def test_messages_over_the_limit_are_refused_and_other_streams_live_on(stub: Any) -> None:
-    other = stub.StreamGenerate(pb.StreamGenerateRequest(spec=spec_of(labels=ENDLESS)), timeout=20)
+    other = stub.StreamGenerate(pb.StreamGenerateRequest(spec=spec_of(labels=ENDLESS)), timeout=CALL_SECONDS)
     next(other)
     for spec in (
         spec_of("x" * 5_000_000),
@@ -284,7 +291,7 @@ def test_a_method_that_does_not_exist_is_unimplemented(
     for method in ("/kvatlas.v1.GenerationService/Nothing", "/no.Such/Thing"):
         raw = channel.unary_unary(method, request_serializer=bytes, response_deserializer=bytes)
         with pytest.raises(grpc.RpcError) as raised:
-            raw(b"", timeout=20)
+            raw(b"", timeout=CALL_SECONDS)
         assert Refusal.of(raised.value).code == "UNIMPLEMENTED"
     after = running.value(
         "grpc_server_started_total", grpc_type="unary", grpc_service="other", grpc_method="other"
@@ -297,7 +304,7 @@ def test_another_model_is_not_found(stub: Any) -> None:
     assert (refusal.code, refusal.reason) == ("NOT_FOUND", "MODEL_NOT_FOUND")
     assert refused(stub, spec_of(model="toy", labels={"fake.status": "QUEUE_FULL"})).reason == "QUEUE_FULL"
     with pytest.raises(grpc.RpcError) as raised:
-        stub.Tokenize(pb.TokenizeRequest(text="a", model="gpt-5"), timeout=20)
+        stub.Tokenize(pb.TokenizeRequest(text="a", model="gpt-5"), timeout=CALL_SECONDS)
     assert Refusal.of(raised.value).reason == "MODEL_NOT_FOUND"
 
 
@@ -330,7 +337,7 @@ def test_tools_are_refused_not_ignored(stub: Any) -> None:
 @pytest.mark.usefixtures("idle_after")
 def test_an_id_in_flight_is_refused_and_the_first_call_goes_on(stub: Any) -> None:
     spec = spec_of(request_id="twice", labels=ENDLESS)
-    first = stub.StreamGenerate(pb.StreamGenerateRequest(spec=spec), timeout=20)
+    first = stub.StreamGenerate(pb.StreamGenerateRequest(spec=spec), timeout=CALL_SECONDS)
     next(first)
     refusal = refused(stub, spec)
     assert (refusal.code, refusal.reason) == ("ALREADY_EXISTS", "DUPLICATE_REQUEST_ID")
@@ -344,30 +351,40 @@ def test_an_id_in_flight_is_refused_and_the_first_call_goes_on(stub: Any) -> Non
 def test_a_deadline_that_passes_ends_the_call_and_stops_the_worker(
     stub: Any, running: RunningService, wait_until: Any, labels: dict[str, str]
 ) -> None:
+    """Whose clock is ahead is not known: the client's word of it may come first, as a cancel."""
+
+    def ended() -> float:
+        outcomes = ("deadline", "cancelled")
+        return sum(running.value("kvatlas_requests_total", outcome=outcome) for outcome in outcomes)
+
     running.worker.aborts.clear()
-    before = running.value("kvatlas_requests_total", outcome="deadline")
-    with pytest.raises(grpc.RpcError) as raised:
-        list(stub.StreamGenerate(pb.StreamGenerateRequest(spec=spec_of(labels=labels)), timeout=0.3))
-    assert Refusal.of(raised.value).code == "DEADLINE_EXCEEDED"
-    wait_until(lambda: running.worker.aborts, "an abort")
-    wait_until(
-        lambda: running.value("kvatlas_requests_total", outcome="deadline") == before + 1, "the outcome"
-    )
-    assert [reason for _, reason in running.worker.aborts] == [AbortReason.DEADLINE]
+    before, seconds = ended(), 0.3
+    while not running.worker.aborts:  # on a busy machine it may pass on its way to the worker
+        with pytest.raises(grpc.RpcError) as raised:
+            list(stub.StreamGenerate(pb.StreamGenerateRequest(spec=spec_of(labels=labels)), timeout=seconds))
+        assert Refusal.of(raised.value).code == "DEADLINE_EXCEEDED"
+        wait_until(lambda: running.is_idle, "the end of the call")
+        seconds *= 2
+    wait_until(lambda: ended() > before, "the outcome")
+    assert [reason in (AbortReason.DEADLINE, AbortReason.CLIENT) for _, reason in running.worker.aborts] == [
+        True
+    ]
 
 
 def test_calls_without_a_deadline_get_one_and_long_ones_are_cut(
     tmp_path_factory: pytest.TempPathFactory, wait_until: Any
 ) -> None:
     folder = tmp_path_factory.mktemp("deadline")
-    with running_service(folder, default_deadline=0.3, max_deadline=0.6) as running:
+    with running_service(folder, default_deadline=0.5, max_deadline=1.0) as running:
         with grpc.insecure_channel(running.address) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            for timeout, kept in ((None, 0.3), (60, 0.6)):
+            for timeout, kept in ((None, 0.5), (CALL_SECONDS, 1.0)):
+                before = len(running.worker.adds)
                 refusal = refused(stub, spec_of(labels=WAITING), timeout)
                 assert (refusal.code, refusal.reason) == ("DEADLINE_EXCEEDED", "DEADLINE_PASSED")
-                assert running.worker.adds[-1].timeout_ms <= kept * 1000 + 5
+                assert all(add.timeout_ms <= kept * 1000 + 5 for add in running.worker.adds[before:])
         wait_until(lambda: running.is_idle, "idle service and worker")
+        assert running.worker.adds, "at least one of the four reached the worker in time"
         assert {reason for _, reason in running.worker.aborts} == {AbortReason.DEADLINE}
 
 
@@ -375,11 +392,11 @@ def test_one_watch_too_many_is_refused(
     channel: grpc.Channel, running: RunningService, wait_until: Any
 ) -> None:
     stub = server_pb2_grpc.ServerServiceStub(channel)
-    watches = [stub.WatchLoad(server_pb2.WatchLoadRequest(), timeout=20) for _ in range(2)]
+    watches = [stub.WatchLoad(server_pb2.WatchLoadRequest(), timeout=CALL_SECONDS) for _ in range(2)]
     for watch in watches:
         next(watch)
     with pytest.raises(grpc.RpcError) as raised:
-        next(stub.WatchLoad(server_pb2.WatchLoadRequest(), timeout=20))
+        next(stub.WatchLoad(server_pb2.WatchLoadRequest(), timeout=CALL_SECONDS))
     refusal = Refusal.of(raised.value)
     assert (refusal.code, refusal.reason, refusal.retry_ms) == ("RESOURCE_EXHAUSTED", "WATCH_LIMIT", 1000)
     for watch in watches:
@@ -422,17 +439,21 @@ def test_calls_over_the_cap_of_the_process_are_refused(
         grpc.insecure_channel(running.address) as channel,
     ):
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        first = stub.StreamGenerate(pb.StreamGenerateRequest(spec=spec_of(labels=ENDLESS)), timeout=20)
+        first = stub.StreamGenerate(
+            pb.StreamGenerateRequest(spec=spec_of(labels=ENDLESS)), timeout=CALL_SECONDS
+        )
         next(first)
         assert refused(stub, spec_of()).reason == "QUEUE_FULL"
         first.cancel()
         wait_until(lambda: running.is_idle, "idle service and worker")
-        stub.Generate(pb.GenerateRequest(spec=spec_of(stop=pb.StopCriteria(max_tokens=1))), timeout=20)
+        stub.Generate(
+            pb.GenerateRequest(spec=spec_of(stop=pb.StopCriteria(max_tokens=1))), timeout=CALL_SECONDS
+        )
 
 
 def test_max_duration_ends_normally(stub: Any) -> None:
     labels = {"fake.code_at_4": "5"}
-    response = stub.Generate(pb.GenerateRequest(spec=spec_of(labels=labels)), timeout=20)
+    response = stub.Generate(pb.GenerateRequest(spec=spec_of(labels=labels)), timeout=CALL_SECONDS)
     assert response.choices[0].finish_reason == pb.FINISH_REASON_TIME_LIMIT
 
 
@@ -445,7 +466,9 @@ def test_a_stuck_worker_is_not_used_and_comes_back_by_itself(
         grpc.insecure_channel(running.address) as channel,
     ):
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        first = stub.StreamGenerate(pb.StreamGenerateRequest(spec=spec_of(labels=ENDLESS)), timeout=20)
+        first = stub.StreamGenerate(
+            pb.StreamGenerateRequest(spec=spec_of(labels=ENDLESS)), timeout=CALL_SECONDS
+        )
         next(first)
         script.last_step_age = 5.0
         pool = running.service.backstage.pool
