@@ -275,6 +275,23 @@ def test_waiting_requests_are_counted_by_reason_and_add_up() -> None:
     assert (counts.running_requests, counts.waiting_requests, counts.waiting_uncached_tokens) == (0, 0, 0)
 
 
+def test_a_resumed_request_whose_output_is_still_cached_waits_with_what_is_left_to_compute() -> None:
+    """Hits may reach past its prompt: what it had generated is in the cache of the worker that it left."""
+    harness = make(num_pages=40, max_running=1)
+    harness.add(request(1, range(9), max_tokens=15))
+    harness.run()
+    known = harness.answers[1].tokens
+    harness.add(request(2, range(100, 105), max_tokens=9))
+    harness.turn()  # it has the only row
+    harness.add(request(3, range(9), max_tokens=20, resume_token_ids=known, attempt=1))
+    counts = harness.scheduler.counts()
+    size, num_known = harness.scheduler.config.page_size, 9 + len(known)
+    assert counts.waiting_uncached_tokens == num_known - (num_known - 1) // size * size
+    assert counts.waiting_uncached_tokens < len(known)
+    harness.run()
+    assert harness.scheduler.counts().waiting_uncached_tokens == 0
+
+
 def test_a_request_that_waits_for_pages_is_not_looked_up_in_every_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -89,7 +89,7 @@ class Scheduler:
         books.num_queued += 1
         position = books.queue.add(first)
         hit_pages = self._admission.need(first).lookup.pages
-        request.uncached_tokens = first.num_prompt - len(hit_pages) * self.config.page_size
+        request.uncached_tokens = len(first.tokens) - len(hit_pages) * self.config.page_size
         books.uncached_tokens += request.uncached_tokens
         self._set_timers(spec, first.rank[1])
         if books.tell is not None:
