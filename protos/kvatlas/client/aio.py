@@ -23,6 +23,7 @@ from kvatlas.client.channel import (
     DEFAULT_ADDRESS,
     DEFAULT_TIMEOUT_SECONDS,
     INFO_SERVICE_CONFIG,
+    LONG_TIMEOUT_SECONDS,
     SERVICE_CONFIG,
     SHORT_TIMEOUT_SECONDS,
     Target,
@@ -203,6 +204,14 @@ class AsyncClient:
         request = cache_pb2.ListSequencesRequest(worker_id=worker_id, max_results=max_results)
         answer: cache_pb2.ListSequencesResponse = await self._unary(
             self._cache().ListSequences, request, SHORT_TIMEOUT_SECONDS
+        )
+        return answer
+
+    async def check_integrity(self, worker_id: str = "") -> cache_pb2.RunIntegrityCheckResponse:
+        """Checks every page and row of a worker once, between its steps; needs the `admin` scope."""
+        request = cache_pb2.RunIntegrityCheckRequest(worker_id=worker_id)
+        answer: cache_pb2.RunIntegrityCheckResponse = await self._unary(
+            self._cache().RunIntegrityCheck, request, LONG_TIMEOUT_SECONDS
         )
         return answer
 

@@ -13,9 +13,12 @@ from typing import Any
 from kvatlas.client.credentials import Credentials
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+DEFAULT_ADMIN_ADDRESS = "127.0.0.1:50052"
 DEFAULT_TIMEOUT_SECONDS = 600.0
 SHORT_TIMEOUT_SECONDS = 10.0
 """Deadline of calls that only look."""
+LONG_TIMEOUT_SECONDS = 60.0
+"""Deadline of calls for which a worker has to do something."""
 
 _GENERATION = "kvatlas.v1.GenerationService"
 _CACHE = "kvatlas.v1.CacheService"

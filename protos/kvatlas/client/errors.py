@@ -60,6 +60,9 @@ class Reason(StrEnum):
     WATCH_LIMIT = "WATCH_LIMIT"
     DEADLINE_PASSED = "DEADLINE_PASSED"
     RECORDING_FAILED = "RECORDING_FAILED"
+    PROFILE_RUNNING = "PROFILE_RUNNING"
+    PROFILE_NOT_FOUND = "PROFILE_NOT_FOUND"
+    CONSTRAINT_DEAD_END = "CONSTRAINT_DEAD_END"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +191,9 @@ _BY_REASON: Mapping[str, type[KvatlasError]] = {
     Reason.WATCH_LIMIT: Refused,
     Reason.DEADLINE_PASSED: DeadlineExceeded,
     Reason.RECORDING_FAILED: InvalidRequest,
+    Reason.PROFILE_RUNNING: InvalidRequest,
+    Reason.PROFILE_NOT_FOUND: NotFound,
+    Reason.CONSTRAINT_DEAD_END: InvalidRequest,
 }
 
 

@@ -11,26 +11,13 @@ The admin listener is another address than that of the other services.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
-import grpc
-
-from kvatlas.client.channel import SHORT_TIMEOUT_SECONDS, channel_options
-from kvatlas.client.errors import KvatlasError, from_rpc_error
-from kvatlas.v1 import server_pb2, server_pb2_grpc
-
-DEFAULT_ADMIN_ADDRESS = "127.0.0.1:50052"
-MAX_RETRIES = 5  # of a download that broke off, each from where it stood
+from kvatlas.client.admin_channel import AdminChannel
+from kvatlas.v1 import server_pb2
 
 
-class Recorder:
+class Recorder(AdminChannel):
     """The flight recorders behind one admin listener. Thread-safe."""
-
-    def __init__(self, address: str = DEFAULT_ADMIN_ADDRESS) -> None:
-        self.address = address
-        self._channel = grpc.insecure_channel(address, channel_options({}))
-        self._stub: Any = server_pb2_grpc.AdminServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def start(
         self,
@@ -79,47 +66,19 @@ class Recorder:
     ) -> server_pb2.RecordingInfo:
         """Writes an ended recording to a file; one that breaks off goes on where it stood."""
         request = server_pb2.GetRecordingRequest(worker_id=worker_id, recording_id=recording_id)
-        info: server_pb2.RecordingInfo | None = None
-        failures = 0
-        with path.open("wb") as file:
-            while info is None or request.first_byte < info.byte_count:
-                before = request.first_byte
-                call = self._stub.GetRecording(request, timeout=timeout_seconds)
-                try:
-                    for piece in call:
-                        if piece.HasField("recording"):
-                            info = piece.recording
-                            request.recording_id = info.recording_id
-                        file.write(piece.data)
-                        request.first_byte = piece.first_byte + len(piece.data)
-                        on_progress(request.first_byte, info.byte_count if info is not None else 0)
-                except grpc.RpcError as error:
-                    failure = from_rpc_error(error, self.address)
-                    failures = 0 if request.first_byte > before else failures + 1
-                    if info is None or not _may_go_on(failure) or failures > MAX_RETRIES:
-                        raise failure from None
-                finally:
-                    call.cancel()
-        return info
+        infos: list[server_pb2.RecordingInfo] = []
 
-    def close(self) -> None:
-        """Closes the channel."""
-        self._channel.close()
+        def size_of(piece: server_pb2.GetRecordingResponse) -> int:
+            infos.append(piece.recording)
+            request.recording_id = piece.recording.recording_id
+            return piece.recording.byte_count
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _unary(self, method: Callable[..., Any], request: Any) -> Any:
-        try:
-            return method(request, timeout=SHORT_TIMEOUT_SECONDS)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, self.address) from None
-
-
-def _may_go_on(failure: KvatlasError) -> bool:
-    return failure.code in ("UNAVAILABLE", "CANCELLED", "INTERNAL", "UNKNOWN") and not failure.reason
+        self._download(
+            self._stub.GetRecording,
+            request,
+            path,
+            size_of,
+            timeout_seconds=timeout_seconds,
+            on_progress=on_progress,
+        )
+        return infos[0]

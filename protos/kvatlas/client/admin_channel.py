@@ -1,0 +1,85 @@
+"""A channel to the admin listener: calls with a deadline, and downloads that go on where they broke off.
+
+The admin listener is another address than that of the other services.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from kvatlas.client.channel import DEFAULT_ADMIN_ADDRESS, SHORT_TIMEOUT_SECONDS, Target
+from kvatlas.client.credentials import Credentials
+from kvatlas.client.errors import from_rpc_error
+from kvatlas.client.resume import is_transport_loss
+from kvatlas.v1 import server_pb2_grpc
+
+MAX_RETRIES = 5  # of a download that broke off without a byte
+
+Progress = Callable[[int, int], None]
+"""Called with bytes so far, and in all."""
+
+
+class AdminChannel:
+    """What speaks to AdminService has one. Thread-safe."""
+
+    def __init__(
+        self, address: str = DEFAULT_ADMIN_ADDRESS, *, credentials: Credentials | None = None
+    ) -> None:
+        self._target = Target(address, credentials)
+        self.address = str(self._target)
+        self._channel = self._target.open(grpc, {})
+        self._stub: Any = server_pb2_grpc.AdminServiceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Closes the channel."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _unary(
+        self, method: Callable[..., Any], request: Any, timeout_seconds: float = SHORT_TIMEOUT_SECONDS
+    ) -> Any:
+        try:
+            return method(request, timeout=timeout_seconds, metadata=self._target.metadata())
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self.address) from None
+
+    def _download(
+        self,
+        method: Callable[..., Any],
+        request: Any,
+        path: Path,
+        size_of: Callable[[Any], int],
+        *,
+        timeout_seconds: float,
+        on_progress: Progress,
+    ) -> None:
+        """Pieces of a file into `path`; `size_of` the first piece of a call is that of the whole file."""
+        size: int | None = None
+        failures = 0
+        with path.open("wb") as file:
+            while size is None or request.first_byte < size:
+                before, is_first = request.first_byte, True
+                call = method(request, timeout=timeout_seconds, metadata=self._target.metadata())
+                try:
+                    for piece in call:
+                        size, is_first = size_of(piece) if is_first else size, False
+                        file.write(piece.data)
+                        request.first_byte = piece.first_byte + len(piece.data)
+                        on_progress(request.first_byte, size or 0)
+                except grpc.RpcError as error:
+                    failure = from_rpc_error(error, self.address)
+                    failures = 0 if request.first_byte > before else failures + 1
+                    if size is None or not is_transport_loss(failure) or failures > MAX_RETRIES:
+                        raise failure from None
+                finally:
+                    call.cancel()
