@@ -14,6 +14,7 @@ import zmq
 from kvatlas.worker.v1 import worker_pb2
 
 NO_TOKEN = 0xFFFFFFFF
+WAIT_SECONDS = 60.0  # only ends a test that hangs
 
 
 class SeamBroken(AssertionError):
@@ -72,7 +73,7 @@ class TestService:
         """Sends one message."""
         self._engine.send(message.SerializeToString())
 
-    def hello(self, timeout: float = 10.0) -> worker_pb2.Config:
+    def hello(self, timeout: float = WAIT_SECONDS) -> worker_pb2.Config:
         """Introduces itself and waits for the welcome."""
         self.say_hello()
         self.wait(lambda: self.config is not None, timeout)
@@ -153,7 +154,9 @@ class TestService:
         """The last message."""
         self.send(worker_pb2.ServiceMessage(goodbye=worker_pb2.Goodbye()))
 
-    def command(self, command: worker_pb2.Command, timeout: float = 10.0) -> list[worker_pb2.CommandReply]:
+    def command(
+        self, command: worker_pb2.Command, timeout: float = WAIT_SECONDS
+    ) -> list[worker_pb2.CommandReply]:
         """Sends a command and waits for all its replies."""
         command_id = self.send_command(command)
 
@@ -172,7 +175,7 @@ class TestService:
 
     # In.
 
-    def wait(self, is_done: Callable[[], bool], timeout: float = 10.0) -> None:
+    def wait(self, is_done: Callable[[], bool], timeout: float = WAIT_SECONDS) -> None:
         """Reads until something is so; TimeoutError after the limit. Sends heartbeats meanwhile."""
         end = time.monotonic() + timeout
         while not is_done():
@@ -255,7 +258,7 @@ class TestService:
         refused = {first for first, result in self.results.items() if result.status != 1}
         return sum(not answer.code for first, answer in self.answers.items() if first not in refused)
 
-    def finish(self, *sequence_ids: int, timeout: float = 10.0) -> list[Answer]:
+    def finish(self, *sequence_ids: int, timeout: float = WAIT_SECONDS) -> list[Answer]:
         """Waits until sequences have ended."""
         self.wait(lambda: all(self.answers[sequence_id].code for sequence_id in sequence_ids), timeout)
         return [self.answers[sequence_id] for sequence_id in sequence_ids]
