@@ -52,6 +52,7 @@ def run_span_by_span(
     logprobs: dict[int, TokenLogprob] = {}
     prompt_logprobs = {}
     failed: dict[int, str] = {}
+    dead_ends: set[int] = set()
     seconds = 0.0
     for span in range(len(step.rows)):
         try:
@@ -71,5 +72,7 @@ def run_span_by_span(
             prompt_logprobs[span] = result.prompt_logprobs[0]
         if 0 in result.failed:
             failed[span] = result.failed[0]
+        if 0 in result.dead_ends:
+            dead_ends.add(span)
     ids = [tokens.get(span, NO_TOKEN_ID) for span in step.sampled]
-    return StepResult(ids, logprobs, prompt_logprobs, failed, seconds)
+    return StepResult(ids, logprobs, prompt_logprobs, failed, seconds, dead_ends)

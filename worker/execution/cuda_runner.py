@@ -17,6 +17,7 @@ from kernels.batch import KvLayer
 from kernels.compile_ahead import compiling
 from kernels.sample import make_scratch, sample
 from kernels.sample_columns import SampleRow, make_columns, write_rows
+from worker.execution.constraint_masks import StepMasks
 from worker.execution.cuda_graphs import DecodeGraphs, DecodeTables
 from worker.execution.graph_sizes import kernel_sizes
 from worker.execution.on_the_way import OnTheWay
@@ -133,6 +134,7 @@ class CudaRunner(TorchRunner):
             return super()._run(step, began)
         self.token_pool.start_rows(step.row_starts)
         self._state.start_rows(step.row_starts)
+        self.constraint_masks.start_rows(step.row_starts)
         self.page_table.write_pages(step.new_page_rows, step.new_page_indexes, step.new_page_ids)
         self.kv_pool.copy_pages(step.page_copies)
         with_filters = bool(self._has_filters[np.frombuffer(step.rows, dtype=np.int32)].any())
@@ -157,6 +159,8 @@ class CudaRunner(TorchRunner):
         if any(_is_special(start) for start in row_starts):
             return False
         state = self._state
+        if self.constraint_masks.has_any(rows):
+            return False
         return not (state.has_edits[rows].any() or (state.num_logprobs[rows] != NO_LOGPROBS).any())
 
     def _start_columns(self, starts: Sequence[RowStart]) -> None:
@@ -185,10 +189,10 @@ class CudaRunner(TorchRunner):
     def _attend_stored(self, kv: KvLayer, q: Tensor) -> Tensor:
         return self._attention.attend(kv, q, scale=self._config.attention_scale)
 
-    def _sample(self, tensors: StepTensors, hidden: Tensor) -> Sampled | None:
+    def _sample(self, tensors: StepTensors, hidden: Tensor, masks: StepMasks | None) -> Sampled | None:
         rows = tensors.sampled_rows_host
         if len(rows) == 0 or not self._is_plain(rows):
-            return super()._sample(tensors, hidden)
+            return super()._sample(tensors, hidden, masks)
         logits = self._logits(hidden[tensors.sampled_tokens])
         ids, is_finite = self._draw(
             tensors.sampled_rows,
@@ -220,7 +224,8 @@ class CudaRunner(TorchRunner):
 def _is_special(start: RowStart) -> bool:
     params = start.params
     masks_stops = params.min_tokens > 0 and bool(params.stop_token_ids or start.eos_token_ids)
-    return params.has_penalties or bool(params.logit_bias) or masks_stops or params.logprobs is not None
+    has_edits = params.has_penalties or bool(params.logit_bias) or masks_stops
+    return has_edits or params.constraint is not None or params.logprobs is not None
 
 
 class _Replayed:

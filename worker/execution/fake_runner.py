@@ -9,13 +9,14 @@ answer to a request can be computed without a runner (``answer_alone``).
 """
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from worker.ids import SequenceId
 from worker.scheduling.audit import RowSpan
-from worker.scheduling.sampling import SamplingParams
+from worker.scheduling.sampling import Progress, SamplingParams
 from worker.scheduling.step import RowStart, Step, StepResult, TokenLogprob
 
 UNWRITTEN = -1
@@ -40,18 +41,35 @@ def next_token(
     choice_index: int,
     num_prompt: int,
     eos_token_ids: frozenset[int],
-) -> int:
-    """The token after ``ids``: a hash of them, and of the noise's key unless greedy."""
+    mask: "array[int] | None" = None,
+) -> int | None:
+    """The token after ``ids``: a hash of them, and of the noise's key unless greedy; None: none is allowed.
+
+    ``mask``: which tokens a constraint allows, a bit each; without one all are.
+    """
     mixed = hash(tuple(ids)) & _MASK
     if params.temperature > 0:
         mixed = hash((mixed, params.seed, choice_index, len(ids))) & _MASK
     token_id = mixed % model.vocab_size
     if model.eos_every and (mixed >> 32) % model.eos_every == 0:
         token_id = model.eos_token_ids[(mixed >> 16) % len(model.eos_token_ids)]
-    if len(ids) - num_prompt < params.min_tokens:
-        while token_id in eos_token_ids or token_id in params.stop_token_ids:
-            token_id = (token_id + 1) % model.vocab_size
-    return token_id
+    is_short = len(ids) - num_prompt < params.min_tokens
+    forbidden = eos_token_ids | params.stop_token_ids if is_short else frozenset[int]()
+    for candidate in (*range(token_id, model.vocab_size), *range(token_id)) if forbidden or mask else ():
+        if candidate not in forbidden and (mask is None or mask[candidate // 32] >> candidate % 32 & 1):
+            return candidate
+    return None if forbidden or mask else token_id
+
+
+def constraint_mask(
+    progress: Progress, ids: Sequence[int], vocab_size: int
+) -> "tuple[array[int], str | None]":
+    """Which tokens may follow the output ``ids``, a bit each, and why if none may."""
+    progress.take_back(max(0, progress.num_tokens - len(ids)))  # a step that is run once more
+    progress.take(ids[progress.num_tokens :])
+    words = array("I", bytes(4 * -(-vocab_size // 32)))
+    address, count = words.buffer_info()
+    return words, progress.write_mask(address, count * words.itemsize)
 
 
 def answer_alone(
@@ -66,8 +84,14 @@ def answer_alone(
     eos = eos_token_ids if params.stop_at_eos else frozenset[int]()
     ids = list(prompt)
     limit = min(len(prompt) + params.max_tokens, max_context_tokens)
+    progress = params.constraint.begin() if params.constraint is not None else None
     while len(ids) < limit:
-        token_id = next_token(model, ids, params, choice_index, len(prompt), eos)
+        mask = None
+        if progress is not None:
+            mask, _ = constraint_mask(progress, ids[len(prompt) :], model.vocab_size)
+        token_id = next_token(model, ids, params, choice_index, len(prompt), eos, mask)
+        if token_id is None:
+            break
         ids.append(token_id)
         stops = token_id in eos or token_id in params.stop_token_ids
         if stops and len(ids) - len(prompt) > params.min_tokens:
@@ -145,6 +169,7 @@ class FakeRunner:
         self.page_table = [[dummy] * row_width for _ in range(max_running + 1)]
         self.token_pool = [[0] * (row_width + 1) for _ in range(max_running + 1)]
         self.starts: list[RowStart | None] = [None] * (max_running + 1)
+        self.progress: dict[int, Progress] = {}  # by row, of those with a constraint
         self.num_steps = 0
         self.num_copies = 0
         self.num_table_writes = 0  # scatters, at most one a step (S1-22)
@@ -222,6 +247,9 @@ class FakeRunner:
     def _start_row(self, start: RowStart) -> None:
         assert 0 <= start.row < len(self.page_table) - 1, f"row {start.row} is not a sequence's"
         self.starts[start.row] = start
+        self.progress.pop(start.row, None)
+        if start.params.constraint is not None:
+            self.progress[start.row] = start.params.constraint.begin()
         self.token_pool[start.row][: len(start.token_ids)] = start.token_ids
 
     def _write_table(self, step: Step) -> None:
@@ -268,6 +296,7 @@ class FakeRunner:
         logprobs: dict[int, TokenLogprob] = {}
         prompt_logprobs: dict[int, list[TokenLogprob]] = {}
         failed: dict[int, str] = {}
+        dead_ends: list[int] = []
         sampled = set(step.sampled)
         for at, row in enumerate(step.rows):
             start, end = self.starts[row], step.ends[at]
@@ -285,19 +314,21 @@ class FakeRunner:
                 ]
             if at not in sampled:
                 continue
-            token_id = next_token(
-                self.model,
-                ids,
-                start.params,
-                start.choice_index,
-                start.num_prompt_tokens,
-                start.eos_token_ids,
-            )
+            mask, why = None, None
+            if row in self.progress:
+                output = ids[start.num_prompt_tokens :]
+                mask, why = constraint_mask(self.progress[row], output, self.model.vocab_size)
+            num_prompt, eos = start.num_prompt_tokens, start.eos_token_ids
+            picked = next_token(self.model, ids, start.params, start.choice_index, num_prompt, eos, mask)
+            token_id = picked if picked is not None else 0
+            if picked is None:
+                failed[at] = why or "nothing is left of what the constraint allows"
+                dead_ends.append(at)
             self.token_pool[row][end] = token_id
             token_ids.append(token_id)
             if start.params.logprobs is not None:
                 logprobs[at] = self._logprob(ids, token_id)
-        return StepResult(token_ids, logprobs, prompt_logprobs, failed, self._step_seconds)
+        return StepResult(token_ids, logprobs, prompt_logprobs, failed, self._step_seconds, dead_ends)
 
     @staticmethod
     def _logprob(ids: Sequence[int], token_id: int) -> TokenLogprob:

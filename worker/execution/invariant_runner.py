@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.sample import sample
+from worker.execution.constraint_masks import StepMasks
 from worker.execution.cuda_runner import CudaRunner
 from worker.execution.logprobs import LogprobTensors
 from worker.execution.sampler import Sampled
@@ -21,22 +22,23 @@ from worker.execution.step_tensors import StepTensors
 class InvariantRunner(CudaRunner):
     """See CudaRunner."""
 
-    def _sample(self, tensors: StepTensors, hidden: Tensor) -> Sampled | None:
+    def _sample(self, tensors: StepTensors, hidden: Tensor, masks: StepMasks | None) -> Sampled | None:
         rows = tensors.sampled_rows_host
         if len(rows) == 0 or self._is_plain(rows):
-            return super()._sample(tensors, hidden)
+            return super()._sample(tensors, hidden, masks)
         logits = self._logits(hidden[tensors.sampled_tokens])
-        parts = [self._one(tensors, logits[i : i + 1], i) for i in range(len(rows))]
+        of_row = masks.by_index() if masks is not None else {}
+        parts = [self._one(tensors, logits[i : i + 1], i, of_row.get(i)) for i in range(len(rows))]
         sampled = merged(parts)
         self.token_pool.write(tensors.sampled_rows, tensors.sampled_ends, sampled.ids)
         return sampled
 
-    def _one(self, tensors: StepTensors, logits: Tensor, index: int) -> Sampled:
+    def _one(self, tensors: StepTensors, logits: Tensor, index: int, masks: StepMasks | None) -> Sampled:
         """The row at `index` of the sampled ones."""
         here = slice(index, index + 1)
         row, end = tensors.sampled_rows_host[here], tensors.sampled_ends_host[here]
         if not self._is_plain(row):
-            return self._sampler.sample(logits, row, end)
+            return self._sampler.sample(logits, row, end, masks)
         ids, is_finite = sample(
             logits,
             tensors.sampled_rows[here],

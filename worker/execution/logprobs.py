@@ -1,8 +1,10 @@
 """Log-probabilities of chosen tokens, their ranks and the best alternatives.
 
-Owns no state. Values are of the logits as given: after penalties and bias, before temperature and filters.
+Owns no state. Values are of the logits as given: after penalties, bias and
+masks, before temperature and filters.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,13 +23,18 @@ class LogprobTensors:
     top_ids: Tensor  # int64 [num_rows, max alternatives]
 
     def to_host(self, num_alternatives: Sequence[int]) -> list[TokenLogprob]:
-        """One record per row, each with the alternatives it asked for."""
+        """One record per row, each with the alternatives it asked for, as far as they are possible."""
         chosen, ranks = self.chosen.tolist(), self.ranks.tolist()
         values, ids = self.top_values.tolist(), self.top_ids.tolist()
         return [
-            TokenLogprob(chosen[i], ranks[i], tuple(zip(ids[i][:count], values[i][:count], strict=True)))
+            TokenLogprob(chosen[i], ranks[i], _possible(ids[i][:count], values[i][:count]))
             for i, count in enumerate(num_alternatives)
         ]
+
+
+def _possible(ids: Sequence[int], values: Sequence[float]) -> tuple[tuple[int, float], ...]:
+    """Without tokens of probability 0, which a constraint or min_tokens does not allow."""
+    return tuple((token, value) for token, value in zip(ids, values, strict=True) if value > -math.inf)
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, max_alternatives: int) -> LogprobTensors:

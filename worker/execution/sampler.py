@@ -1,7 +1,7 @@
 """Logits to one token per sampled row.
 
-Owns no state but its reference to the rows' parameters. The order is: penalties, bias, masked stop tokens
-(log-probabilities are read here), temperature, top-k, top-p, min-p, noise.
+Owns no state but its reference to the rows' parameters. The order is: penalties, bias, masked stop tokens,
+masks of constraints (log-probabilities are read here), temperature, top-k, top-p, min-p, noise.
 - Greedy is the highest logit, the lowest id among equals, and consumes no noise.
 - top-k keeps every token whose logit is at least the k-th highest; top-p is the smallest set of most likely
   tokens of what top-k kept whose mass reaches top_p, equals of the last one included; min-p keeps tokens of
@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.noise import NoiseKeys, noise_of_tokens, noise_of_vocabulary
+from worker.execution.constraint_masks import StepMasks
 from worker.execution.logprobs import LogprobTensors, token_logprobs
+from worker.execution.on_the_way import to_device
 from worker.execution.sampling_state import NO_LOGPROBS, SamplingState
 
 HostRows = NDArray[np.int32]
@@ -51,11 +53,15 @@ class Sampler:
     def __init__(self, state: SamplingState) -> None:
         self._state = state
 
-    def sample(self, logits: Tensor, rows: HostRows, ends: HostRows) -> Sampled:
+    def sample(
+        self, logits: Tensor, rows: HostRows, ends: HostRows, masks: StepMasks | None = None
+    ) -> Sampled:
         """One token per row, for position ends[i]; logits [num_sampled, >= vocab_size] may be overwritten."""
         logits = logits[:, : self._state.vocab_size].float()
         if self._state.has_edits[rows].any():
             logits = self._edit(logits, rows, ends)
+        if masks is not None:
+            self._mask(logits, masks)
         best, ids = self._best(logits)
         is_finite = best.isfinite()  # NaN anywhere in a row is its maximum
         drawing = self._state.is_random[rows].nonzero()[0]
@@ -73,6 +79,12 @@ class Sampler:
         return Sampled(ids, is_finite, asking.tolist(), counts, logprobs)
 
     # What follows up to _draw may be done faster by a subclass: same results.
+
+    def _mask(self, logits: Tensor, masks: StepMasks) -> None:
+        """Takes every token away that a constraint does not allow; in place."""
+        index = self._index(np.asarray(masks.indexes, dtype=np.int64))
+        words = to_device(torch.from_numpy(masks.words), self._state.device)
+        logits[index] = logits[index].masked_fill_(~unpacked(words, logits.shape[1]), -math.inf)
 
     def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Highest logit of each row, NaN where it holds NaN, and its lowest index."""
@@ -154,6 +166,12 @@ class Sampler:
 
     def _column(self, values: NDArray[np.float32]) -> Tensor:
         return torch.from_numpy(values).to(self._state.device)[:, None]
+
+
+def unpacked(words: Tensor, vocab_size: int) -> Tensor:
+    """Bits of int32 [num_rows, num_words], the lowest first, as bool [num_rows, vocab_size]."""
+    bits = torch.arange(32, dtype=torch.int32, device=words.device)
+    return (words[:, :, None] >> bits & 1).bool().flatten(1)[:, :vocab_size]
 
 
 def kept_candidates(scores: Tensor, filters: Filters) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels.backend import AttentionBackend, CopyOfPages
 from kernels.batch import KvLayer, PagedBatch
 from kernels.cpu_backend import CpuBackend
+from worker.execution.constraint_masks import ConstraintMasks, StepMasks
 from worker.execution.cpu_model import cpu_model
 from worker.execution.cpu_sampler import CpuSampler
 from worker.execution.kv_pool import KvPool, KvScales
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 NO_TOKEN_ID = -1
 """In StepResult.token_ids where the span failed: nothing that could be taken for a token."""
+
+NOTHING_LEFT = "min_tokens or logit_bias forbid all tokens that the constraint allows"
 
 
 class Model(Protocol):
@@ -117,6 +120,7 @@ class TorchRunner:
             max_running=config.max_running, vocab_size=config.vocab_size, device=device
         )
         self._sampler = _sampler(self._state, backend)
+        self.constraint_masks = ConstraintMasks(config.vocab_size)
         self._prompt_logprobs = PromptLogprobs(self._state, self.token_pool, self._logits)
         log.info(
             "runner ready device=%s backend=%s pages=%d page_size=%d kv_bytes=%d",
@@ -166,6 +170,7 @@ class TorchRunner:
 
     def close(self) -> None:
         """Lets go of the model and the pool; the runner is of no use afterwards."""
+        self.constraint_masks.close()
         for name in (
             "_model",
             "_paged_model",
@@ -183,14 +188,21 @@ class TorchRunner:
     def _run(self, step: Step, began: float) -> StepHandle:
         self.token_pool.start_rows(step.row_starts)
         self._state.start_rows(step.row_starts)
+        self.constraint_masks.start_rows(step.row_starts)
         self.page_table.write_pages(step.new_page_rows, step.new_page_indexes, step.new_page_ids)
         self.kv_pool.copy_pages(step.page_copies)
         self._refresh([copy.target for copy in step.page_copies])
         tensors = build_step_tensors(step, self.page_table, self.token_pool)
+        rows, ends = tensors.sampled_rows_host, tensors.sampled_ends_host
+        pending = self.constraint_masks.begin(rows, ends)
         hidden = self._forward(tensors)
-        sampled = self._sample(tensors, hidden)
+        masks = pending.result() if pending is not None else None
+        sampled = self._sample(tensors, hidden, masks)
         prompt = self._prompt_logprobs.of_step(step, tensors, hidden)
-        return _Launched(step, sampled, nonfinite_tokens(hidden), tensors, prompt, began)
+        launched = _Launched(step, sampled, masks, nonfinite_tokens(hidden), tensors, prompt, began)
+        if launched.ids is not None:
+            self.constraint_masks.sampled(rows, ends, launched.ids)
+        return launched
 
     def _refresh(self, pages: Sequence[int]) -> None:
         if pages and isinstance(self._backend, CopyOfPages):
@@ -206,11 +218,11 @@ class TorchRunner:
         kv = self.kv_pool.layers[layer]
         return self._backend.run(kv, q, k, v, scale=self._config.attention_scale)
 
-    def _sample(self, tensors: StepTensors, hidden: Tensor) -> Sampled | None:
+    def _sample(self, tensors: StepTensors, hidden: Tensor, masks: StepMasks | None) -> Sampled | None:
         if len(tensors.sampled_rows_host) == 0:
             return None
         logits = self._logits(hidden[tensors.sampled_tokens])
-        sampled = self._sampler.sample(logits, tensors.sampled_rows_host, tensors.sampled_ends_host)
+        sampled = self._sampler.sample(logits, tensors.sampled_rows_host, tensors.sampled_ends_host, masks)
         self.token_pool.write(tensors.sampled_rows, tensors.sampled_ends, sampled.ids)
         return sampled
 
@@ -247,6 +259,7 @@ class _Launched:
         self,
         step: Step,
         sampled: Sampled | None,
+        masks: StepMasks | None,
         nonfinite: Tensor,
         tensors: StepTensors,
         prompt: dict[int, Callable[[], list[TokenLogprob]]],
@@ -254,39 +267,47 @@ class _Launched:
     ) -> None:
         self._step = step
         self._sampled = sampled
+        self._masks = masks
         self._q_indptr = tensors.q_indptr_host
         self._prompt = prompt
         self._began = began
         self._nonfinite = OnTheWay(nonfinite)
-        self._ids = OnTheWay(sampled.ids) if sampled else None
+        self.ids = OnTheWay(sampled.ids) if sampled else None
         self._is_finite = OnTheWay(sampled.is_finite) if sampled else None
 
     def result(self) -> StepResult:
         """Waits for the copies, then reads them."""
-        failed = self._failed()
+        failed, dead_ends = self._failed()
         return StepResult(
             token_ids=self._token_ids(failed),
             logprobs=self._logprobs(failed),
             prompt_logprobs={span: read() for span, read in self._prompt.items() if span not in failed},
             failed=failed,
             seconds=time.perf_counter() - self._began,
+            dead_ends=dead_ends,
         )
 
-    def _failed(self) -> dict[int, str]:
+    def _failed(self) -> tuple[dict[int, str], list[int]]:
+        """Why by span, and those of them whose constraint left no token."""
         failed: dict[int, str] = {}
+        dead_ends: list[int] = []
         nonfinite = self._nonfinite.arrived()
         if nonfinite.any():
             of_spans = np.add.reduceat(nonfinite, self._q_indptr[:-1], dtype=np.int64).nonzero()[0]
             failed = dict.fromkeys(of_spans.tolist(), "non-finite hidden state")
         if self._is_finite is not None:
             for i in np.flatnonzero(~self._is_finite.arrived()).tolist():
-                failed.setdefault(self._step.sampled[i], "non-finite logits")
-        return failed
+                span = self._step.sampled[i]
+                if self._masks is not None and i in self._masks.indexes and span not in failed:
+                    failed[span] = self._masks.dead_ends.get(i, NOTHING_LEFT)
+                    dead_ends.append(span)
+                failed.setdefault(span, "non-finite logits")
+        return failed, dead_ends
 
     def _token_ids(self, failed: dict[int, str]) -> list[int]:
-        if self._ids is None:
+        if self.ids is None:
             return []
-        ids: list[int] = self._ids.arrived().tolist()
+        ids: list[int] = self.ids.arrived().tolist()
         if failed:
             return [NO_TOKEN_ID if s in failed else t for s, t in zip(self._step.sampled, ids, strict=True)]
         return ids

@@ -55,7 +55,7 @@ class Committer:
             return
         tokens = result.token_ids if len(result.token_ids) == num_decode else result.token_ids[:num_decode]
         kept = _Kept(spans.sequences, spans.appends, tokens, spans.groups, result.logprobs)
-        failed: list[tuple[Sequence, str]] = []
+        failed: list[tuple[Sequence, int]] = []
         if record.dead or result.failed:
             kept, failed = self._leave_out(record, result, kept)
         for append, token_id in zip(kept.appends, kept.tokens, strict=True):
@@ -69,20 +69,20 @@ class Committer:
         self._seal_full(spans.filling, record, failed)
         for at, sequence in ended:
             self._books.end(sequence, FinishCode(codes[at]), with_token=True)
-        for sequence, why in failed:
-            self._fail(sequence, why)
+        for sequence, span in failed:
+            self._fail(sequence, result, span)
 
     @staticmethod
     def _leave_out(
         record: InFlight, result: StepResult, found: "_Kept"
-    ) -> tuple["_Kept", list[tuple[Sequence, str]]]:
-        """Without the tokens of sequences that ended since the launch, or failed in this step."""
+    ) -> tuple["_Kept", list[tuple[Sequence, int]]]:
+        """Without the tokens of sequences that ended since the launch; who failed in this step, by span."""
         kept, failed = [], []
         for at, sequence in enumerate(found.sequences):
             if sequence in record.dead:
                 continue
             if at in result.failed:
-                failed.append((sequence, result.failed[at]))
+                failed.append((sequence, at))
             else:
                 kept.append(at)
         sequences = [found.sequences[at] for at in kept]
@@ -127,12 +127,13 @@ class Committer:
         return FinishCode.NONE
 
     def _seal_full(
-        self, sequences: list[Sequence], record: InFlight, failed: list[tuple[Sequence, str]]
+        self, sequences: list[Sequence], record: InFlight, failed: list[tuple[Sequence, int]]
     ) -> None:
-        broken = {sequence for sequence, _ in failed}
-        for sequence in sequences:
-            if sequence not in record.dead and sequence not in broken:
-                self._seal(sequence)
+        if record.dead or failed:
+            gone = record.dead.union([sequence for sequence, _ in failed])
+            sequences = [sequence for sequence in sequences if sequence not in gone]
+        if self._has_index:
+            self._seal_each([sequence for sequence in sequences if sequence.can_seal])
 
     # Prompts.
     def _commit_prompts(self, record: InFlight, result: StepResult) -> None:
@@ -143,7 +144,7 @@ class Committer:
             if sequence in record.dead:
                 continue
             if at in result.failed:
-                self._fail(sequence, result.failed[at])
+                self._fail(sequence, result, at)
                 continue
             self._commit_piece(sequence, step.starts[at], step.ends[at], result, at)
             if at in place:
@@ -214,10 +215,33 @@ class Committer:
         if code:
             books.end(sequence, code, with_token=True)
 
-    def _fail(self, sequence: Sequence, why: str) -> None:
-        self._books.end(sequence, FinishCode.FAILED, failure=FailureReason.INTERNAL, message=why)
+    def _fail(self, sequence: Sequence, result: StepResult, span: int) -> None:
+        is_dead_end = span in result.dead_ends
+        reason = FailureReason.CONSTRAINT_DEAD_END if is_dead_end else FailureReason.INTERNAL
+        self._books.end(sequence, FinishCode.FAILED, failure=reason, message=result.failed[span])
 
     # Pages.
+    def _seal_each(self, sequences: list[Sequence]) -> None:
+        """``_seal`` of those that have filled a page while they decode: one call as far as all are new."""
+        size, is_sealed = self._page_size, self._cache.pool.is_sealed
+        pages: list[int] = []
+        aboves: list[int | bytes] = []
+        raws: list[bytes] = []
+        for sequence in sequences:
+            index, own, tokens = sequence.num_sealed, sequence.pages, sequence.tokens
+            # One page and no more, behind one that was not flushed; else the long way for the rest.
+            if (len(tokens) - 1) // size != index + 1 or (index and not is_sealed(own[index - 1])):
+                break
+            pages.append(own[index])
+            aboves.append(own[index - 1] if index else sequence.request.spec.cache_salt)
+            raws.append(tokens[index * size : (index + 1) * size].tobytes())
+        owners = [sequence.owner for sequence in sequences[: len(pages)]]
+        count = self._cache.seal_each(pages, aboves, owners, raws) if pages else 0
+        for sequence in sequences[:count]:
+            sequence.num_sealed += 1
+        for sequence in sequences[count:]:
+            self._seal(sequence)
+
     def _seal(self, sequence: Sequence) -> None:
         """Full, computed and committed pages enter the prefix index, in order."""
         if not sequence.can_seal or not self._has_index:

@@ -36,6 +36,7 @@ class FailureReason(IntEnum):
 
     DEVICE_OUT_OF_MEMORY = 14
     INTERNAL = 19
+    CONSTRAINT_DEAD_END = 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,35 @@
 Owns no state. Defaults were filled in by the service; ranges were checked there.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Where one output stands in its constraint. Used by one thread at a time."""
+
+    num_tokens: int  # of the output, that were taken
+
+    def take(self, token_ids: Iterable[int]) -> None:
+        """The next tokens of the output."""
+        ...
+
+    def take_back(self, count: int) -> None:
+        """Forgets the last tokens."""
+        ...
+
+    def write_mask(self, address: int, num_bytes: int) -> str | None:
+        """Writes the allowed next tokens, a bit each, in words of 4 bytes; None, or why there are none."""
+        ...
+
+
+class Constraint(Protocol):
+    """What an output must satisfy, compiled: all its samples share it."""
+
+    def begin(self, output_ids: Iterable[int] = ()) -> Progress:
+        """From the start, or behind tokens that were put out before."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +57,7 @@ class SamplingParams:
     max_duration_seconds: float | None = None  # from admission
     logprobs: int | None = None  # alternatives per output token; None: no log-probabilities
     prompt_logprobs: int | None = None
+    constraint: Constraint | None = None  # tokens that would leave it are masked; EOS until it is satisfied
 
     @property
     def has_penalties(self) -> bool:

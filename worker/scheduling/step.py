@@ -4,7 +4,7 @@ Columns, not one object per sequence: at 256 running sequences the host has 400 
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from worker.ids import PageId, Row, SequenceId
@@ -86,3 +86,4 @@ class StepResult:
     prompt_logprobs: Mapping[int, Sequence[TokenLogprob]] = field(default_factory=dict)
     failed: Mapping[int, str] = field(default_factory=dict)  # span index -> why (non-finite logits)
     seconds: float = 0.0  # time on the device
+    dead_ends: Collection[int] = ()  # those of `failed` whose constraint left no token

@@ -1,1 +1,1 @@
-"""What an output must satisfy (JSON Schema, regular expression, grammar, choices), compiled for a vocabulary."""
+"""What an output must satisfy: a JSON Schema, a regular expression, a grammar or one of a list of strings."""
