@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kvatlas.constraints.text import can_compile
 from kvatlas.settings import ConfigError, Reader, as_toml, option, range_faults, socket_folder, state_folder
 
 __all__ = ["ConfigError", "WorkerConfig", "from_args", "wants_print"]
@@ -106,7 +107,9 @@ class WorkerConfig:
     @property
     def features(self) -> tuple[str, ...]:
         """Optional features that are on, as services are told."""
-        always = ("recorder", "estimate_cache")
+        always: tuple[str, ...] = ("recorder", "estimate_cache")
+        if can_compile():
+            always = ("constraints", *always)
         return ("prefix_cache", "pinning", *always) if self.prefix_cache else always
 
     def resolved(self, *, model_context: int, automatic_pages: int) -> "WorkerConfig":

@@ -20,6 +20,8 @@ from typing import cast
 import zmq
 from prometheus_client import CollectorRegistry
 
+from kvatlas.models.resolve import resolve_model
+from kvatlas.models.text_vocabulary import read_text_vocabulary
 from worker.channels import CommandQueue, Handover, OutputQueue
 from worker.config import ConfigError, WorkerConfig
 from worker.description import VERSION, PoolDescription, WorkerDescription
@@ -30,6 +32,7 @@ from worker.faults import plant
 from worker.ids import Row, SequenceId
 from worker.link import status_codec
 from worker.link.addresses import IpcGuard
+from worker.link.constraint_desk import ConstraintDesk
 from worker.link.estimates import EstimateDesk
 from worker.link.http import StatusServer
 from worker.link.publisher import PageFeed
@@ -204,12 +207,31 @@ class WorkerProcess:
             commands=self.commands,
             outputs=self.outputs,
             status=self.board,
+            constraints=self._make_constraints(),
             to_observer=ask_observer,
             other_desk=self._recordings,
             on_failure=self._fail,
             clock=self._clock,
         )
         self._stack.callback(self.link.close)  # before the observer, whose answers it sends
+
+    def _make_constraints(self) -> ConstraintDesk | None:
+        """What compiles the constraints of requests; None: the library is missing."""
+        model = self.description.model
+        if "constraints" not in self.config.features:
+            return None
+        from kvatlas.constraints.compiler import Compiler, TokenTable  # needs the library
+
+        def read_table() -> TokenTable:
+            return TokenTable.of(read_text_vocabulary(resolve_model(self.config.model)), model.eos_token_ids)
+
+        meter = self.observer.constraints
+        compiler = Compiler(
+            read_table, model.vocab_size, on_compiled=meter.compiled, on_hit=meter.found
+        )
+        desk = ConstraintDesk(compiler, to_engine=self.commands.put, answer=self.outputs.put)
+        self._stack.callback(desk.close)
+        return desk
 
     def _make_http(self, registry: CollectorRegistry) -> None:
         observer, link, config = self.observer, self.link, self.config
@@ -286,6 +308,8 @@ class WorkerProcess:
         try:
             warm_up(runner, self.config.page_size)
             settle_interpreter()
+            if (masks := getattr(runner, "constraint_masks", None)) is not None:
+                masks.on_masks = self.observer.constraints.masks
             engine = Engine(
                 self._scheduler,
                 runner,

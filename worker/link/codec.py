@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from kvatlas.constraints.text import ConstraintText
 from kvatlas.v1 import generation_pb2
 from kvatlas.worker.v1 import worker_pb2
 from worker.ids import SequenceId
@@ -126,8 +127,6 @@ def _token_ids(data: bytes, vocab_size: int, name: str) -> "array[int]":
 
 
 def _sampling_params(params: worker_pb2.SequenceParams, vocab_size: int) -> SamplingParams:
-    if constraint := params.WhichOneof("constraint"):
-        raise Unfit(AddStatus.FEATURE_DISABLED, f"constraints: {constraint}")
     bias_ids = _token_ids(params.logit_bias_token_ids, vocab_size, "logit_bias_token_ids")
     if len(params.logit_bias_values) != 4 * len(bias_ids):
         raise Unfit(AddStatus.INVALID, "logit_bias_values does not fit logit_bias_token_ids")
@@ -153,6 +152,16 @@ def _sampling_params(params: worker_pb2.SequenceParams, vocab_size: int) -> Samp
         logprobs=params.logprobs if params.HasField("logprobs") else None,
         prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
     )
+
+
+def constraint_text(params: worker_pb2.SequenceParams) -> ConstraintText | None:
+    """The constraint of a request as its client wrote it."""
+    kind = params.WhichOneof("constraint")
+    if kind is None:
+        return None
+    if kind == "choices":
+        return ConstraintText(kind, choices=tuple(params.choices.choices))
+    return ConstraintText(kind, getattr(params, kind))
 
 
 def _within(value: Number, low: Number, high: Number, name: str) -> Number:

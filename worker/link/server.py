@@ -19,6 +19,7 @@ from worker.description import WorkerState
 from worker.link import codec, integrity_codec, status_codec
 from worker.link.addresses import bind, last_endpoint
 from worker.link.commands import CommandDesk, OtherDesk
+from worker.link.constraint_desk import ConstraintDesk
 from worker.link.peers import Peer, Peers, Refused
 from worker.log import log_event, trace_id_of
 from worker.messages import (
@@ -66,6 +67,7 @@ class EngineLink:
         status: StatusBoard,
         to_observer: Callable[[ObserverCall], bool],
         other_desk: OtherDesk | None = None,
+        constraints: ConstraintDesk | None = None,
         on_failure: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         silence_seconds: float = SILENCE_SECONDS,
@@ -77,6 +79,7 @@ class EngineLink:
         self._clock = clock
         self._silence_seconds = silence_seconds
         self._peers = Peers()
+        self._constraints = constraints
         self._desk = CommandDesk(commands.put, to_observer, other_desk)
         self.sequence_mismatches = 0  # heartbeats of services whose live count differs from ours
         self._is_stopping = False
@@ -233,6 +236,9 @@ class EngineLink:
                 now=peer.last_heard,
                 vocab_size=status.description.model.vocab_size,
             )
+            constraint = codec.constraint_text(add.params)
+            if constraint is not None and self._constraints is None:
+                raise codec.Unfit(AddStatus.FEATURE_DISABLED, "constraints")
         except codec.Unfit as unfit:
             outcome = AddOutcome(unfit.status, message=str(unfit))
             inner = codec.inner_id(0, add.sequence_id & codec.LOCAL_ID_MASK)
@@ -241,7 +247,10 @@ class EngineLink:
                 log_event(logger, logging.WARNING, "request_invalid", **about)
             self._send(peer, add_result=codec.add_result(AddAnswer(peer.source, inner, 0, outcome)))
             return
-        self._commands.put(AddRequest(spec))
+        if constraint is not None and self._constraints is not None:
+            self._constraints.take(spec, constraint)
+        else:
+            self._commands.put(AddRequest(spec))
 
     def _abort(self, peer: Peer, abort: worker_pb2.AbortSequences) -> None:
         try:
@@ -254,7 +263,11 @@ class EngineLink:
         inner = [
             codec.inner_id(peer.session, outer_id) for outer_id in outer if outer_id <= codec.LOCAL_ID_MASK
         ]
-        if inner:
+        if not inner:
+            return
+        if self._constraints is not None:
+            self._constraints.abort(inner, reason)
+        else:
             self._commands.put(Abort(inner, reason))
 
     def _compare_live(self, peer: Peer, believed: int) -> None:
@@ -277,6 +290,8 @@ class EngineLink:
         step, before = self._status.step.number, peer.compared_step
         peer.compared_step = step
         is_computing = self._status.load.counts.running_sequences > 0
+        if self._constraints is not None and self._constraints.is_busy:
+            return True
         return not self._commands.is_empty or (is_computing and step == before)
 
     # Worker to service.
@@ -394,4 +409,6 @@ class EngineLink:
 
     def _drop(self, peer: Peer) -> None:
         self._desk.close(peer.source)
+        if self._constraints is not None:
+            self._constraints.drop(peer.source)
         self._commands.put(DropSource(peer.source))

@@ -21,6 +21,8 @@ AGE_SECONDS = (
     *(0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
     *(120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0),
 )
+COMPILE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+MASK_SECONDS = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.1, 1.0)
 USES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 CAPACITIES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0, 3 / 2, 2.0, 3.0, 4.0, 8.0)
 PAGE_SECONDS = tuple(0.1 * 4**power for power in range(12))
@@ -281,6 +283,30 @@ ENGINE = (
         "Engine",
         {"result": ("replayed", "eager")},
         panel="serving/Idle; eager steps",
+    ),
+    Metric(
+        "constraint_lookups",
+        COUNTER,
+        "Constraints of requests: hit was compiled before and kept, miss was compiled.",
+        "Engine",
+        {"result": ("hit", "miss")},
+        excuse="what constraints cost, for whoever uses them",
+    ),
+    Metric(
+        "constraint_compile_seconds",
+        HISTOGRAM,
+        "Time to compile a constraint, beside the engine.",
+        "Engine",
+        buckets=COMPILE_SECONDS,
+        excuse="what constraints cost, for whoever uses them",
+    ),
+    Metric(
+        "constraint_mask_seconds",
+        HISTOGRAM,
+        "Time to find the tokens that a constraint allows next, beside the forward pass: mean of a step's rows.",
+        "Engine",
+        buckets=MASK_SECONDS,
+        excuse="what constraints cost, for whoever uses them",
     ),
     Metric(
         "scheduler_idle_seconds",

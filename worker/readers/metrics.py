@@ -50,6 +50,7 @@ class MetricsView:
     pressure_seconds: Mapping[str, float]  # by band
     graphs: tuple[int, int]  # steps replayed, steps run eagerly
     memory_bytes: Mapping[str, int]  # of the GPU, by kind
+    constraint_lookups: Samples  # by result
     histograms: Histograms
 
 
@@ -74,6 +75,7 @@ def first_view(pool: PoolTotals) -> MetricsView:
         pressure_seconds=dict.fromkeys(BANDS, 0.0),
         graphs=(0, 0),
         memory_bytes=dict.fromkeys(MEMORY_KINDS, 0),
+        constraint_lookups={("hit",): 0, ("miss",): 0},
         histograms=empty,
     )
 
@@ -179,6 +181,7 @@ class WorkerCollector(Collector):
             "pool_pressure_seconds": {(band,): seconds for band, seconds in view.pressure_seconds.items()},
             "step_graphs": {("replayed",): view.graphs[0], ("eager",): view.graphs[1]},
             "gpu_memory_bytes": {(kind,): number for kind, number in view.memory_bytes.items()},
+            "constraint_lookups": view.constraint_lookups,
             "scheduler_idle_seconds": {(): view.idle_seconds},
             "link_sequence_mismatches": {(): self._mismatches()},
         }

@@ -14,6 +14,7 @@ from worker.channels import Handover
 from worker.log import log_event
 from worker.pages.events import EventRing
 from worker.readers.audit import AuditBook, Finding
+from worker.readers.constraint_meter import ConstraintMeter
 from worker.readers.delta import totals
 from worker.readers.event_arrays import EventArrays
 from worker.readers.ledger import Ledger
@@ -102,6 +103,7 @@ class Observer:
         self._meter = StepMeter()
         self._pool_meters = PoolMeters(num_pages, watermark_pages)
         self.memory = MemoryMeter()
+        self.constraints = ConstraintMeter()
         self._load = LoadMeter(clock())
         self._rows_used = 0
         self._idle_seconds = 0.0
@@ -238,8 +240,9 @@ class Observer:
             pressure_seconds=self._pool_meters.pressure_seconds(),
             graphs=self._meter.graphs,
             memory_bytes=self.memory.bytes_by_kind,
+            constraint_lookups=self.constraints.lookups,
             histograms=self._histograms(),
         )
 
     def _histograms(self) -> Histograms:
-        return {**self._meter.frozen(), **self._pool_meters.frozen()}
+        return {**self._meter.frozen(), **self._pool_meters.frozen(), **self.constraints.frozen()}

@@ -43,10 +43,10 @@ class TokenTable:
     eos_ids: frozenset[int]
 
     @classmethod
-    def of(cls, vocabulary: TextVocabulary) -> "TokenTable":
-        """Of a vocabulary read from a model's files."""
+    def of(cls, vocabulary: TextVocabulary, eos_ids: Iterable[int]) -> "TokenTable":
+        """Of a vocabulary read from a model's files, where these tokens end a sequence."""
         tokens = token_bytes(vocabulary.tokens, vocabulary.spelling)
-        return cls(tokens, vocabulary.special_ids, vocabulary.eos_ids)
+        return cls(tokens, vocabulary.special_ids, frozenset(eos_ids))
 
 
 class _Wrapper:

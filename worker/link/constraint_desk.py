@@ -1,0 +1,131 @@
+"""Requests with a constraint wait here until it is compiled, beside the I/O thread and the engine's.
+
+Owns the requests that wait. What is asked of one meanwhile is passed on behind it, so that each ends once.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from kvatlas.constraints.text import ConstraintError, ConstraintText
+from kvatlas.constraints.threads import DeepThreads
+from worker.ids import SequenceId
+from worker.messages import Abort, AddAnswer, AddRequest
+from worker.scheduling.request import AbortReason, AddOutcome, AddStatus, RequestSpec
+from worker.scheduling.sampling import Constraint
+
+if TYPE_CHECKING:  # needs a library that may be missing; then nobody makes a desk
+    from kvatlas.constraints.compiler import Compiler
+
+MAX_WAITING = 256
+THREADS = 2
+
+logger = logging.getLogger("worker.constraints")
+
+
+@dataclass(slots=True)
+class _Waiting:
+    spec: RequestSpec
+    aborts: list[Abort] = field(default_factory=list)
+    is_dropped: bool = False
+
+
+class ConstraintDesk:
+    """`take`, `abort` and `drop` are called by the I/O thread; answers come from the desk's own threads."""
+
+    def __init__(
+        self,
+        compiler: "Compiler",
+        *,
+        to_engine: Callable[[AddRequest | Abort], None],
+        answer: Callable[[AddAnswer], None],
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
+        self._compiler = compiler
+        self._to_engine = to_engine
+        self._answer = answer
+        self._lock = threading.Lock()
+        self._waiting: list[_Waiting] = []
+        self._threads = DeepThreads("kvatlas-constraints", num_threads=THREADS, max_waiting=max_waiting + 1)
+        self._max_waiting = max_waiting
+        self._threads.submit(self._prepare)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests wait here."""
+        return bool(self._waiting)
+
+    def take(self, spec: RequestSpec, constraint: ConstraintText) -> None:
+        """Passes a request on with its constraint compiled, at once if it is known; or answers why not."""
+        compiled = self._compiler.known(constraint)
+        if compiled is not None:
+            self._to_engine(AddRequest(_constrained(spec, compiled)))
+            return
+        entry = _Waiting(spec)
+        with self._lock:
+            has_room = len(self._waiting) < self._max_waiting
+            if has_room:
+                self._waiting.append(entry)
+        if not has_room or not self._threads.submit(lambda: self._compile(entry, constraint)):
+            self._refuse(entry, AddStatus.QUEUE_FULL, "too many constraints wait to be compiled")
+
+    def abort(self, sequence_ids: Sequence[SequenceId], reason: AbortReason) -> None:
+        """Stops sequences, also those of requests that wait here."""
+        ids = set(sequence_ids)
+        abort = Abort(sequence_ids, reason)
+        with self._lock:
+            for entry in self._waiting:
+                first = entry.spec.sequence_id
+                if any(first + sample in ids for sample in range(entry.spec.sample_count)):
+                    entry.aborts.append(abort)
+            self._to_engine(abort)
+
+    def drop(self, source: str) -> None:
+        """A service is gone: nothing of it is passed on any more."""
+        with self._lock:
+            for entry in self._waiting:
+                entry.is_dropped |= entry.spec.source == source
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.close()
+
+    def _prepare(self) -> None:
+        try:
+            self._compiler.prepare()
+        except Exception:  # the first request with a constraint is told
+            logger.exception("event=constraints_unprepared")
+
+    def _compile(self, entry: _Waiting, constraint: ConstraintText) -> None:
+        try:
+            spec = _constrained(entry.spec, self._compiler.compile(constraint))
+        except ConstraintError as error:
+            self._refuse(entry, AddStatus.INVALID, f"{constraint.kind}: {error}")
+        except Exception:
+            logger.exception("event=constraint_failed request=%s", entry.spec.request_id)
+            self._refuse(entry, AddStatus.INVALID, "internal error")
+        else:
+            self._pass_on(entry, spec)
+
+    def _pass_on(self, entry: _Waiting, spec: RequestSpec) -> None:
+        with self._lock:
+            self._waiting.remove(entry)
+            if entry.is_dropped:
+                return
+            self._to_engine(AddRequest(spec))
+            for abort in entry.aborts:
+                self._to_engine(abort)
+
+    def _refuse(self, entry: _Waiting, status: AddStatus, why: str) -> None:
+        with self._lock:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+        if not entry.is_dropped:
+            spec, outcome = entry.spec, AddOutcome(status, message=why)
+            self._answer(AddAnswer(spec.source, spec.sequence_id, spec.sample_count, outcome))
+
+
+def _constrained(spec: RequestSpec, compiled: Constraint) -> RequestSpec:
+    return replace(spec, params=replace(spec.params, constraint=compiled))
