@@ -2,8 +2,8 @@
 
 A synthetic feed over real gRPC, the dashboard in a process of its own, one Chromium. Measured after a
 warm-up: the first map, bytes and paints of the browser, its longest task, frames and heap; CPU and memory of
-the dashboard's process with one tab, and with more viewers on the socket alone. With --soak: memory a
-minute, tabs opened and closed meanwhile. Needs a quiet machine: both cores are shared with the browser.
+the dashboard's process with one tab, and with more viewers on the socket alone. With --soak: memory over
+that time, tabs opened and closed meanwhile. Needs a quiet machine: both cores are shared with the browser.
 """
 
 import argparse
@@ -16,10 +16,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import psutil
 from playwright.sync_api import Page, sync_playwright
 from websockets.exceptions import ConnectionClosed
@@ -32,7 +34,18 @@ ROOT = Path(__file__).parents[1]
 WARM_UP_SECONDS = 8.0
 READY_SECONDS = 120.0
 PATIENCE_MS = 180_000
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--enable-precise-memory-info"]
+RINGS_FULL_SECONDS = 900.0  # ten minutes of history, and two key frames more
+FLAT_MIB_PER_HOUR = 1.0
+GUEST_SECONDS, SAMPLE_SECONDS = 60.0, 10.0
+VIEWS = ("", "requests", "prefix_tree", "what_if", "timeline", "integrity", "playground", "explain")
+LIVE_HEAP = "() => { gc(); return performance.memory.usedJSHeapSize; }"
+FLAGS = [
+    "--js-flags=--expose-gc",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--enable-precise-memory-info",
+]
 WATCH = """() => {
   window.kv = { frames: 0, longest: 0, longTasks: 0 };
   const count = () => { window.kv.frames++; requestAnimationFrame(count); };
@@ -143,28 +156,62 @@ def _drain(socket: Any, ended: threading.Event) -> None:
 
 
 def soak(browser: Any, url: str, process: psutil.Process, seconds: float) -> dict[str, Any]:
-    """Memory each minute while tabs come and go; the slope over the second half."""
-    page = browser.new_page()
+    """Memory of the process and of a tab that stays open, while other tabs look at one view each.
+
+    Flat: when all rings are full, the line through the samples rises by no more than FLAT_MIB_PER_HOUR.
+    """
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
     page.goto(url, timeout=PATIENCE_MS)
-    samples: list[tuple[float, float, int]] = []
-    start = time.monotonic()
+    process_mib: list[tuple[float, float]] = []
+    tab_mib: list[tuple[float, float]] = []
+    threads: list[int] = []
+    views = cycle(VIEWS)
+    start, next_guest = time.monotonic(), 0.0
     while (now := time.monotonic() - start) < seconds:
-        guest = browser.new_page()
-        guest.goto(url, timeout=PATIENCE_MS)
-        guest.wait_for_timeout(5_000)
-        guest.close()
-        page.wait_for_timeout(min(55.0, max(1.0, seconds / 60)) * 1000)
-        info = process.memory_info()
-        samples.append((now, info.rss / 2**20, process.num_threads()))
-        print(f"{now:6.0f} s  {samples[-1][1]:.1f} MiB  {samples[-1][2]} threads", flush=True)
+        if now >= next_guest:
+            next_guest = now + GUEST_SECONDS
+            _visit(browser, url + next(views))
+            tab_mib.append((now, page.evaluate(LIVE_HEAP) / 2**20))
+            print(f"{now:6.0f} s  {process.memory_info().rss / 2**20:.1f} MiB  tab {tab_mib[-1][1]:.1f} MiB")
+        page.wait_for_timeout(SAMPLE_SECONDS * 1000)
+        process_mib.append((now, process.memory_info().rss / 2**20))
+        threads.append(process.num_threads())
     page.close()
-    half = samples[len(samples) // 2 :]
-    hours = max(1e-6, (half[-1][0] - half[0][0]) / 3600)
+    settled = min(RINGS_FULL_SECONDS, seconds / 2)
     return {
         "seconds": round(seconds),
-        "mib": [round(mib, 1) for _, mib, _ in samples],
-        "threads": [threads for _, _, threads in samples],
-        "mib_per_hour": round((half[-1][1] - half[0][1]) / hours, 2),
+        "settled_after_seconds": round(settled),
+        "flat_mib_per_hour": FLAT_MIB_PER_HOUR,
+        "guests": len(tab_mib),
+        "threads_max": max(threads),
+        "process": _growth(process_mib, settled),
+        "tab": _growth(tab_mib, settled),
+    }
+
+
+def _visit(browser: Any, url: str) -> None:
+    """Another tab, for some seconds."""
+    guest = browser.new_page()
+    guest.goto(url, timeout=PATIENCE_MS)
+    guest.wait_for_timeout(5_000)
+    guest.close()
+
+
+def _growth(samples: list[tuple[float, float]], settled: float) -> dict[str, Any]:
+    """MiB an hour by least squares after `settled` seconds, and a sample each minute or so."""
+    times, mib = np.array([each for each in samples if each[0] >= settled]).T
+    hours = (times - times.mean()) / 3600
+    slope = float(hours @ mib / (hours @ hours))
+    rest = mib - mib.mean() - slope * hours
+    error = float(np.sqrt(rest @ rest / max(1, len(mib) - 2) / (hours @ hours)))
+    every = max(1, round(len(samples) / 60))
+    return {
+        "mib_per_hour": round(slope, 2),
+        "standard_error": round(error, 2),
+        "is_flat": slope <= FLAT_MIB_PER_HOUR,
+        "mib_median": round(float(np.median(mib)), 1),
+        "mib_max": round(float(mib.max()), 1),
+        "mib": [round(value, 1) for _, value in samples[::every]],
     }
 
 
@@ -175,7 +222,9 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.002, help="of the pages, changed in each message")
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--viewers", type=int, nargs="*", default=[1, 10, 30])
-    parser.add_argument("--soak", type=float, default=0.0, help="seconds")
+    parser.add_argument(
+        "--soak", type=float, default=0.0, help="seconds; memory alone, also on a machine that is not quiet"
+    )
     settings = parser.parse_args()
     chromium = shutil.which("chromium")
     assert chromium, "Chromium is not installed"
@@ -183,19 +232,20 @@ def main() -> None:
     figures: dict[str, Any] = {"pages": settings.pages, "changed_share": settings.share, "hz": 10}
     with running_dashboard(feed.address) as (url, process), sync_playwright() as runtime:
         time.sleep(3)
-        figures["cores_by_viewers"] = measure_viewers(url, process, settings.viewers, settings.seconds)
         browser = runtime.chromium.launch(executable_path=chromium, args=FLAGS)
-        page = browser.new_page(viewport={"width": 1400, "height": 900})
-        figures["first_map_seconds"] = round(open_map(page, url, settings.pages), 2)
-        figures["tab"] = measure_tab(page, process, settings.seconds)
-        page.close()
         if settings.soak:
-            figures["soak"] = soak(browser, url, process, settings.soak)
+            figures |= soak(browser, url, process, settings.soak)
+        else:
+            figures["cores_by_viewers"] = measure_viewers(url, process, settings.viewers, settings.seconds)
+            page = browser.new_page(viewport={"width": 1400, "height": 900})
+            figures["first_map_seconds"] = round(open_map(page, url, settings.pages), 2)
+            figures["tab"] = measure_tab(page, process, settings.seconds)
         browser.close()
     feed.stop()
     print(json.dumps(figures, indent=1))
     packages = ("streamlit", "starlette", "uvicorn", "grpcio", "numpy", "playwright")
-    print(write_result(f"dashboard-{settings.pages}", figures, packages))
+    name = "dashboard-soak" if settings.soak else "dashboard"
+    print(write_result(f"{name}-{settings.pages}", figures, packages))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from types import FrameType
 
 import uvicorn
 
-from dashboard import process
+from dashboard import allocator, process
 from dashboard.config import ConfigError, DashboardConfig, from_args, wants_print
 
 USAGE_STATUS, START_STATUS = 2, 1
@@ -36,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(config.printable() + "\n")
         return 0
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s %(message)s")
+    allocator.settle()
     process.install(config)
     return asyncio.run(_serve(config))
 

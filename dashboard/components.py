@@ -34,8 +34,10 @@ def mount(
     *,
     key: str,
     on_picked: Callable[[], None] | None = None,
+    on_looked: Callable[[], None] | None = None,
 ) -> Any:
-    """Draws a module with `data`; what a person picks there is in the result's `picked`."""
+    """Draws a module with `data`. What a person picks there is in the result's `picked`, and another way to
+    look at it (colour, layout, order) in `looked`."""
     name = f"kvatlas_{module.removesuffix('.js')}"
     component = st.components.v2.component(name, js=LOADER)
     told = {
@@ -45,7 +47,9 @@ def mount(
         "palette": PALETTE,
         **data,
     }
-    return component(key=key, data=told, on_picked_change=on_picked or _ignore)
+    return component(
+        key=key, data=told, on_picked_change=on_picked or _ignore, on_looked_change=on_looked or _ignore
+    )
 
 
 def _ignore() -> None:

@@ -57,6 +57,9 @@ class SyntheticPool:
         self.planes["ref_counts"][ids] = np.where(is_active, self.random.integers(1, 5, len(ids)), 0)
         self.planes["filled_slots"][ids] = np.where(states == FREE, 0, PAGE_SIZE)
         self.planes["used_ms"][ids] = self.uptime_ms
+        # Prefixes of a bounded set: some that leave come back.
+        prints = self.random.integers(1, 4 * self.page_count + 1, len(ids)).astype(np.uint64)
+        self.planes["fingerprints"][ids] = np.where(states == CACHED, prints, 0)
 
     def counts(self) -> np.ndarray:
         """Pages by state."""

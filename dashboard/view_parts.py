@@ -40,6 +40,34 @@ def query_id(name: str) -> str:
     return text if ID.fullmatch(text) else ""
 
 
+def kept(name: str, choices: Sequence[str]) -> str:
+    """A choice that the address names, or else the one that was made last in this tab, or the first one.
+
+    Navigation drops what stands in the address; the tab remembers it.
+    """
+    text = st.query_params.get(name) or st.session_state.get(f"kept_{name}", "")
+    return text if text in choices else choices[0]
+
+
+def keep(name: str, value: str, choices: Sequence[str]) -> None:
+    """Notes a choice, in the address too; the first choice is what an address without it means."""
+    if value not in choices:
+        return
+    st.session_state[f"kept_{name}"] = value
+    if value == choices[0]:
+        st.query_params.pop(name, None)
+    else:
+        st.query_params[name] = value
+
+
+def keep_looks(key: str, choices: Mapping[str, Sequence[str]]) -> None:
+    """Notes how a component is looked at, as it has just said."""
+    looked = st.session_state[key].get("looked") or {}
+    for name, names in choices.items():
+        if isinstance(looked.get(name), str):
+            keep(name, looked[name], names)
+
+
 def period(least_seconds: float = 1.0) -> float:
     """Seconds between two runs of a view's fragment."""
     return max(least_seconds, SECONDS_PER_TAB * note_tab())
@@ -54,6 +82,7 @@ def choose_follower() -> Follower | None:
         return None
     wanted = query_id("worker")
     if len(followers) > 1:
+        wanted = wanted or st.session_state.get("kept_worker", "")
         names = [each.worker_id for each in followers]
         picked = st.segmented_control(
             "Worker", names, default=wanted if wanted in names else None, key="worker_choice"
@@ -61,8 +90,7 @@ def choose_follower() -> Follower | None:
         if picked is None:
             _show_workers(followers)
             return None
-        st.query_params["worker"] = picked
-        wanted = picked
+        st.session_state["kept_worker"] = st.query_params["worker"] = wanted = picked
     follower = pages.follower(wanted) or pages.follower("")
     if follower is None:
         st.warning(f"No worker is called {wanted!r}.")

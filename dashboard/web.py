@@ -27,6 +27,7 @@ def configure(settings: DashboardConfig) -> None:
         "server.corsAllowedOrigins": list(settings.allowed_origins),
         "server.allowedHosts": list(settings.allowed_hosts),
         "server.headless": True,
+        "runner.magicEnabled": False,  # a string that stands alone is a docstring, not something to show
         "browser.gatherUsageStats": False,
         "client.toolbarMode": "minimal",
         "client.showErrorDetails": "none",

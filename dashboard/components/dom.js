@@ -31,6 +31,26 @@ export function choice(label, names, pressed, onPick) {
   return { group, press, buttons };
 }
 
+const SETTLE_MS = 2000;
+
+// A choice that Python gives and a person changes. Python's is taken where it is new, but not just after a
+// person chose: what arrives then is the echo of that or of the choice before.
+export function followed(map, name, choices, apply) {
+  let given, pickedAt = -Infinity;
+  return {
+    pick(value) {
+      pickedAt = performance.now();
+      apply(value);
+      map.setTriggerValue?.("looked", { [name]: value });
+    },
+    take(value) {
+      if (value === given || !choices.includes(value)) return;
+      given = value;
+      if (performance.now() - pickedAt > SETTLE_MS) apply(value);
+    },
+  };
+}
+
 const darkness = new Map(); // by colour as it is written
 
 // Whether the page's ground is dark, whatever the theme is called.

@@ -1,6 +1,6 @@
 // The prefix tree as an icicle: width = pages, one row per run of pages without a branch. Ghosts are hatched.
 
-import { choice, element, fitCanvas, isDark, loadStyles, located, number, ratioOf, setText } from "./dom.js";
+import { choice, element, fitCanvas, followed, isDark, loadStyles, located, number, ratioOf, setText } from "./dom.js";
 import { mix, ramp, refsShare, ageShare, rgbOf } from "./colours.js";
 import { seconds } from "./planes.js";
 
@@ -45,7 +45,8 @@ class Icicle {
     this.root = root;
     this.mode = MODES[0];
     this.top = null;
-    this.modes = choice("Colour", MODES, this.mode, (name) => { this.mode = name; this.modes.press(name); this.paint(); });
+    this.look = followed(this, "shade", MODES, (name) => { this.mode = name; this.modes.press(name); this.paint(); });
+    this.modes = choice("Colour", MODES, this.mode, (name) => this.look.pick(name));
     this.back = element("button", { type: "button", onclick: () => this.zoom(null) }, "whole tree");
     this.words = element("span", { class: "muted" });
     this.canvas = element("canvas", { class: "wide", tabindex: 0, role: "img" });
@@ -68,8 +69,9 @@ class Icicle {
   }
 
   update({ data, setTriggerValue }) {
-    this.pick = (value) => setTriggerValue("picked", value);
+    this.setTriggerValue = setTriggerValue;
     this.data = data;
+    this.look.take(data.shade);
     this.paint();
   }
 
@@ -167,7 +169,7 @@ class Icicle {
     if (!found) return;
     const isTop = found.node.id === this.top;
     this.zoom(isTop ? null : found.node.id);
-    if (found.node.page !== null && found.node.page !== undefined) this.pick({ page: found.node.page });
+    if (found.node.page !== null && found.node.page !== undefined) this.setTriggerValue("picked", { page: found.node.page });
   }
 
   copy(event) {

@@ -1,7 +1,7 @@
 // The live map: controls, canvas, legend, strip. Owns one socket per DOM node, closed when the view is left.
 
 import { Colours, MODES, ramp } from "./colours.js";
-import { choice, clock, element, fitCanvas, isDark, loadStyles, located, number, ratioOf, setText } from "./dom.js";
+import { choice, clock, element, fitCanvas, followed, isDark, loadStyles, located, number, ratioOf, setText } from "./dom.js";
 import { Feed } from "./feed.js";
 import { Grid, LAYOUTS, MAX_SORTED_PAGES, orderOf } from "./layout.js";
 import { Painter } from "./paint.js";
@@ -49,8 +49,12 @@ export class PageMap {
   }
 
   build() {
-    this.colour = choice("Colour", MODES, "state", (name) => this.setMode(name));
-    this.layout = choice("Layout", LAYOUTS, "physical", (name) => this.setLayout(name));
+    this.looks = {
+      colour: followed(this, "colour", MODES, (name) => this.setMode(name)),
+      layout: followed(this, "layout", LAYOUTS, (name) => this.setLayout(name)),
+    };
+    this.colour = choice("Colour", MODES, "state", (name) => this.looks.colour.pick(name));
+    this.layout = choice("Layout", LAYOUTS, "physical", (name) => this.looks.layout.pick(name));
     this.flashBox = this.toggle("flash", this.view.flash);
     this.gridBox = this.toggle("grid", true);
     this.goTo = element("input", { type: "number", min: 0, placeholder: "page", "aria-label": "go to page", class: "goto" });
@@ -104,6 +108,7 @@ export class PageMap {
       this.open();
     }
     this.data = data;
+    for (const [name, look] of Object.entries(this.looks)) look.take(data[name]);
     if (data.selected !== this.givenSelected) {
       this.givenSelected = data.selected;
       this.wanted = data.selected;
@@ -335,7 +340,7 @@ export class PageMap {
     this.view.mode = name;
     this.colour.press(name);
     if (this.planes?.isWhole) this.rebuild();
-    this.showLegend();
+    if (this.planes?.isWhole) this.showLegend();
   }
 
   setLayout(name) {

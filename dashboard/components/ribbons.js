@@ -1,7 +1,7 @@
 // One ribbon per sequence: its pages in token order. Cached, computed, and the part of the last page that is
 // filled; shared pages are marked. Labels stand beside, ordinary text.
 
-import { choice, element, fitCanvas, isDark, loadStyles, located, number, ratioOf, setText } from "./dom.js";
+import { choice, element, fitCanvas, followed, isDark, loadStyles, located, number, ratioOf, setText } from "./dom.js";
 import { mix, rgbOf } from "./colours.js";
 
 const MIN_CELL = 9, MAX_CELL = 16, GAP = 1; // CSS pixels
@@ -22,9 +22,10 @@ class Ribbons {
   constructor(root, data) {
     loadStyles(root, data.modules);
     this.root = root;
-    this.sort = "newest";
+    this.sort = SORTS[0];
+    this.look = followed(this, "sort", SORTS, (name) => { this.sort = name; this.sorts.press(name); this.paint(); });
     this.shown = new Set(SHOWN);
-    this.sorts = choice("Sort", SORTS, this.sort, (name) => { this.sort = name; this.sorts.press(name); this.paint(); });
+    this.sorts = choice("Sort", SORTS, this.sort, (name) => this.look.pick(name));
     const boxes = SHOWN.map((name) => {
       const box = element("input", { type: "checkbox", onchange: () => { this.shown[box.checked ? "add" : "delete"](name); this.paint(); } });
       box.checked = true;
@@ -49,8 +50,9 @@ class Ribbons {
   }
 
   update({ data, setTriggerValue }) {
-    this.pick = (value) => setTriggerValue("picked", value);
+    this.setTriggerValue = setTriggerValue;
     this.data = data;
+    this.look.take(data.sort);
     this.paint();
   }
 
@@ -107,10 +109,10 @@ class Ribbons {
     const canvas = element("canvas", { class: "wide" }), label = element("button", { type: "button", class: "name" });
     const words = element("span", { class: "muted words" });
     const row = { canvas, label, words, node: element("div", { class: "ribbon", role: "listitem", "data-key": key }, label, canvas, words) };
-    label.addEventListener("click", () => this.pick({ request: row.one.request_id, owner: row.one.owner }));
+    label.addEventListener("click", () => this.setTriggerValue("picked", { request: row.one.request_id, owner: row.one.owner }));
     canvas.addEventListener("click", (event) => {
       const page = this.pageAt(row, event);
-      if (page !== undefined) this.pick({ page });
+      if (page !== undefined) this.setTriggerValue("picked", { page });
     });
     canvas.addEventListener("pointermove", (event) => this.hover(row, event));
     canvas.addEventListener("pointerleave", () => { this.tip.hidden = true; });

@@ -13,6 +13,8 @@ from dashboard.view_parts import (
     choose_follower,
     figures,
     grafana_link,
+    keep_looks,
+    kept,
     needs_map,
     period,
     query_id,
@@ -20,6 +22,11 @@ from dashboard.view_parts import (
 )
 
 HZ = 10
+LOOKS = {
+    "colour": ("state", "owner", "fill", "refs", "age"),
+    "layout": ("physical", "request", "eviction", "age"),
+}
+"""Ways to look at the map by their name in the address; the first one is the default."""
 
 
 def show() -> None:
@@ -86,8 +93,13 @@ def _map(follower: Follower) -> None:
         "selected": _selected(),
         "owner": _ringed_owner(follower),
         "at": _moment(),
+        **{name: kept(name, choices) for name, choices in LOOKS.items()},
     }
-    mount("page_map.js", data, key="page_map", on_picked=_take_pick)
+    mount("page_map.js", data, key="page_map", on_picked=_take_pick, on_looked=_take_look)
+
+
+def _take_look() -> None:
+    keep_looks("page_map", LOOKS)
 
 
 def _take_pick() -> None:

@@ -9,9 +9,10 @@ from dashboard import process
 from dashboard.components import mount
 from dashboard.live_pages import Follower
 from dashboard.tree import MAX_GHOSTS, PLANES, Node, Tree, build_tree
-from dashboard.view_parts import choose_follower, needs_map, period
+from dashboard.view_parts import choose_follower, keep_looks, kept, needs_map, period
 
 PERIOD_SECONDS = 5.0
+LOOKS = {"shade": ("last use", "hits", "refs")}
 
 
 def show() -> None:
@@ -37,8 +38,9 @@ def _live(follower: Follower) -> None:
         st.info("Nothing is pinned." if is_pinned_only else "Nothing is cached yet: no page is sealed.")
         return
     words = f"sealed {tree.num_pages:,} pages in {tree.num_roots:,} roots · depth {tree.depth:,}"
-    data = {"nodes": [drawn(node) for node in tree.nodes], "words": words}
-    mount("icicle.js", data, key="icicle", on_picked=_take_pick)
+    shade = kept("shade", LOOKS["shade"])
+    data = {"nodes": [drawn(node) for node in tree.nodes], "words": words, "shade": shade}
+    mount("icicle.js", data, key="icicle", on_picked=_take_pick, on_looked=_take_look)
     page = st.session_state.get("tree_page")
     if page is not None and st.button(f"Show page {page} on the map", key="tree_go"):
         wanted = {**st.query_params.to_dict(), "page": str(page)}
@@ -80,6 +82,10 @@ def drawn(node: Node) -> dict[str, Any]:
         "returns": node.returns,
         "label": label,
     }
+
+
+def _take_look() -> None:
+    keep_looks("icicle", LOOKS)
 
 
 def _take_pick() -> None:

@@ -7,10 +7,19 @@ import streamlit as st
 
 from dashboard.components import mount
 from dashboard.live_pages import Follower
-from dashboard.view_parts import choose_follower, figures, needs_map, period, sequence_name
+from dashboard.view_parts import (
+    choose_follower,
+    figures,
+    keep_looks,
+    kept,
+    needs_map,
+    period,
+    sequence_name,
+)
 from kvatlas.client.page_map import SequencePages
 
 MAX_SHOWN = 200
+LOOKS = {"sort": ("newest", "pages", "wait")}
 WAIT_WORDS = {
     "pages": "needs {needed} pages: {free} free + {evictable} evictable",
     "rows": "needs a row of the page table",
@@ -50,8 +59,13 @@ def _live(follower: Follower) -> None:
         return
     rows = ribbons(sequences, totals, geometry.page_size, _rates(follower, running))
     total = f"{len(rows):,} of {len(sequences):,} sequences"
-    data = {"sequences": rows, "page_size": geometry.page_size, "total": total}
-    mount("ribbons.js", data, key="ribbons", on_picked=_take_pick)
+    data = {
+        "sequences": rows,
+        "page_size": geometry.page_size,
+        "total": total,
+        "sort": kept("sort", LOOKS["sort"]),
+    }
+    mount("ribbons.js", data, key="ribbons", on_picked=_take_pick, on_looked=_take_look)
     _go()
 
 
@@ -117,6 +131,10 @@ def _rates(follower: Follower, running: list[SequencePages]) -> dict[int, float]
         for owner, (name, count) in now.items()
         if owner in then and then[owner][0] == name
     }
+
+
+def _take_look() -> None:
+    keep_looks("ribbons", LOOKS)
 
 
 def _take_pick() -> None:
