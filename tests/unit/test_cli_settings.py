@@ -1,5 +1,6 @@
 """Settings of the command line: precedence, names that do not exist, help, and exit codes."""
 
+import re
 import subprocess
 import sys
 import time
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.cli import config, exits
+from kvatlas.cli import config, connecting, exits
 from kvatlas.cli.options import COMMANDS, options_of
 from kvatlas.client import errors
 
@@ -92,6 +93,45 @@ def test_variables_of_other_commands_and_processes_are_left_alone() -> None:
     config.read(["pages"], {"KVATLAS_TOP_X": "1", "KVATLAS_WORKER_SEED": "1", "KVATLAS_SERVICE_MODEL": "m"})
 
 
+def test_a_token_comes_from_the_environment_or_a_file_and_never_from_a_flag(tmp_path: Path) -> None:
+    settings = config.read(["generate"], {"KVATLAS_TOKEN": "secret-7"})
+    assert connecting.credentials(settings).metadata() == (("authorization", "Bearer secret-7"),)
+    assert "secret-7" not in repr(connecting.credentials(settings))
+    with pytest.raises(SystemExit):
+        config.read(["generate", "--token", "secret-7"], {})
+    file = tmp_path / "c.toml"
+    file.write_text('token = "secret-7"\n')
+    with pytest.raises(config.ConfigError, match="no such setting: token"):
+        config.read(["generate", "--config", str(file)], {})
+    token_file = tmp_path / "token"
+    token_file.write_text("other-8\n")
+    both = {"KVATLAS_TOKEN": "secret-7", "KVATLAS_TOKEN_FILE": str(token_file)}
+    for command in ("generate", "pages", "admin", "record"):
+        named = connecting.credentials(config.read([command], both))
+        assert named.metadata() == (("authorization", "Bearer other-8"),), command
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "sentence"),
+    [
+        ({"KVATLAS_TOKEN": "t"}, ["--address", "10.0.0.1:1"], "in plain text"),
+        ({"KVATLAS_TOKEN": "two words"}, [], "visible ASCII"),
+        ({}, ["--token-file", "/nowhere"], "/nowhere: No such file"),
+        ({}, ["--ca-file", "/nowhere"], "/nowhere: No such file"),
+        ({}, ["--certificate-file", "x.pem"], "one without the other"),
+        ({}, ["--address", "a:1,b:2"], "several addresses must"),
+    ],
+)
+def test_credentials_and_addresses_that_cannot_be_used_are_wrong_usage(
+    environment: dict[str, str], flags: list[str], sentence: str
+) -> None:
+    settings = config.read(["generate", "hi", *flags], environment)
+    with pytest.raises(exits.CommandFailed, match=sentence) as caught, connecting.connect(settings) as client:
+        client.generate("hi")
+    assert caught.value.code == exits.USAGE
+    assert "two words" not in str(caught.value)
+
+
 def test_no_two_settings_of_a_command_share_a_name_or_a_letter() -> None:
     for command in COMMANDS.values():
         names = [option.name for option in options_of(command)]
@@ -108,7 +148,9 @@ def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]
         text = capsys.readouterr().out
         assert "examples:" in text
         assert all(example in text for example in command.examples)
-        assert all(option.flag in text for option in options_of(command))
+        for option in options_of(command):
+            is_shown = re.search(rf"{option.flag}(?![\w-])", text) is not None
+            assert is_shown is not option.is_secret, (name, option.name)
 
 
 def test_help_loads_nothing_slow() -> None:

@@ -3,8 +3,11 @@
 Shared by `generate`, `chat` and `demo`. Owns no connection.
 """
 
+import json
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from kvatlas.cli.exits import USAGE, CommandFailed
 from kvatlas.client.events import Summary, Timing, Usage
@@ -43,6 +46,45 @@ def sampling_options(settings: Namespace) -> Options:
     if settings.salt:
         options["cache_salt"] = settings.salt
     return options
+
+
+def constraint_and_tools(settings: Namespace) -> Options:
+    """What the answer must be, and what the chat template is given. Raises CommandFailed."""
+    options = Options()
+    given = [name for name in ("json_schema", "regex", "grammar", "choice") if getattr(settings, name)]
+    if len(given) > 1:
+        flags = " and ".join("--" + name.replace("_", "-") for name in given)
+        raise CommandFailed(f"{flags}: an answer can have one constraint", USAGE)
+    if settings.json_schema:
+        options["json_schema"] = _text_of(settings.json_schema, "--json-schema")
+    if settings.regex:
+        options["regex"] = settings.regex
+    if settings.grammar:
+        options["grammar"] = _text_of(settings.grammar, "--grammar")
+    if settings.choice:
+        options["choices"] = settings.choice
+    if settings.tools:
+        tools = _json_of(_text_of(settings.tools, "--tools"), "--tools")
+        options["tools"] = tools if isinstance(tools, list) else [tools]
+    if settings.template_args:
+        options["template_args"] = _json_of(settings.template_args, "--template-args")
+    return options
+
+
+def _text_of(file_name: str, flag: str) -> str:
+    try:
+        return Path(file_name).read_text()
+    except OSError as error:
+        raise CommandFailed(f"{flag} {file_name}: {error.strerror}", USAGE) from None
+    except UnicodeDecodeError:
+        raise CommandFailed(f"{flag} {file_name}: no UTF-8", USAGE) from None
+
+
+def _json_of(text: str, flag: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise CommandFailed(f"{flag} is no JSON: {error}", USAGE) from None
 
 
 def _biases(pairs: Sequence[str]) -> dict[int, float]:

@@ -4,6 +4,7 @@ import sys
 from argparse import Namespace
 
 from kvatlas.cli.asking import describe, sampling_options
+from kvatlas.cli.connecting import connect
 from kvatlas.cli.exits import DONE, complain
 from kvatlas.client.errors import KvatlasError
 from kvatlas.client.events import Delta, Summary
@@ -23,7 +24,7 @@ def run(settings: Namespace) -> int:
     options = sampling_options(settings)
     if settings.model:
         options["model"] = settings.model
-    with Client(settings.address, timeout_seconds=settings.timeout) as client:
+    with connect(settings) as client:
         chat = Chat(client, options, settings.system, is_quiet=settings.quiet)
         if settings.message is not None:
             chat.ask(settings.message)

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvatlas.cli.options import COMMANDS, SHARED, Command, Option, options_of
+from kvatlas.cli.option import Command, Option
+from kvatlas.cli.options import COMMANDS, SHARED, options_of
 
 PREFIX = "KVATLAS_"
 TRUE = frozenset({"1", "true", "yes", "on"})
@@ -29,7 +30,8 @@ exit codes: 0 done · 1 failed · 2 wrong usage, settings or request · 3 no ser
 PRECEDENCE = """\
 settings: a flag wins over KVATLAS_<COMMAND>_<NAME> in the environment, that over the file named by
           --config or KVATLAS_CONFIG (tables [generate], [serve], ...), that over the default;
-          KVATLAS_ADDRESS and KVATLAS_TIMEOUT hold for all commands."""
+          KVATLAS_ADDRESS, KVATLAS_TIMEOUT, KVATLAS_TOKEN_FILE, KVATLAS_CA_FILE and their like hold for
+          all commands. A token itself is taken from KVATLAS_TOKEN only: others can see flags."""
 
 
 class ConfigError(Exception):
@@ -133,7 +135,8 @@ def _add_command(commands: Any, command: Command) -> None:
     for argument in command.arguments:
         parser.add_argument(argument.name, nargs="?", default=None, help=argument.help)
     for option in options_of(command):
-        _add_flag(parser, option)
+        if not option.is_secret:
+            _add_flag(parser, option)
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
 
 
@@ -165,14 +168,14 @@ def _from_file(path: Path, command: Command) -> dict[str, Any]:
         raise ConfigError(f"config {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config {path}: {error}") from None
-    shared = {option.name: option for option in SHARED}
+    shared = {option.name: option for option in SHARED if not option.is_secret}
     unknown = sorted(table.keys() - shared.keys() - COMMANDS.keys())
     for name, other in COMMANDS.items():
-        known = {option.name for option in options_of(other)}
+        known = {option.name for option in options_of(other) if not option.is_secret}
         unknown += sorted(f"{name}.{key}" for key in _table(table, name, path).keys() - known)
     if unknown:
         raise ConfigError(f"config {path}: no such setting: {', '.join(unknown)}")
-    options = {option.name: option for option in options_of(command)}
+    options = {option.name: option for option in options_of(command) if not option.is_secret}
     values = {key: value for key, value in table.items() if key in shared and key in options}
     values |= _table(table, command.name, path)
     return {key: _typed(options[key], value, f"config {path}: {key}") for key, value in values.items()}

@@ -39,8 +39,10 @@ def code_of(error: Exception) -> int | None:
 
 def _client_code(error: Exception) -> int | None:
     from kvatlas.client import errors
+    from kvatlas.client.credentials import CredentialsError
 
-    table: list[tuple[type[errors.KvatlasError], int]] = [
+    table: list[tuple[type[Exception], int]] = [
+        (CredentialsError, USAGE),
         (errors.InvalidRequest, USAGE),
         (errors.NotFound, USAGE),
         (errors.Unavailable, NO_SERVER),

@@ -6,21 +6,21 @@ from argparse import Namespace
 from dataclasses import asdict
 from typing import Any
 
-from kvatlas.cli.asking import describe, sampling_options
+from kvatlas.cli.asking import constraint_and_tools, describe, sampling_options
+from kvatlas.cli.connecting import connect
 from kvatlas.cli.exits import DONE, USAGE, CommandFailed
 from kvatlas.client.events import Delta, Event, Finished, Generation, Summary
 from kvatlas.client.request import Message, Options, Prompt
 from kvatlas.client.stream import gather
-from kvatlas.client.sync import Client
 from kvatlas.client.token_stream import TokenStream
 
 
 def run(settings: Namespace) -> int:
     """Asks once."""
     prompt = _prompt(settings)
-    options = sampling_options(settings) | _own_options(settings)
+    options = sampling_options(settings) | _own_options(settings) | constraint_and_tools(settings)
     with (
-        Client(settings.address, timeout_seconds=settings.timeout) as client,
+        connect(settings) as client,
         client.stream(prompt, **options) as stream,
     ):
         if settings.json:
@@ -41,7 +41,7 @@ def _prompt(settings: Namespace) -> Prompt:
         text = sys.stdin.read().removesuffix("\n")
     if settings.token_ids:
         return _token_ids(text)
-    if settings.chat or settings.system:
+    if settings.chat or settings.system or settings.tools or settings.template_args:
         system = [Message("system", settings.system)] if settings.system else []
         return [*system, Message("user", text)]
     return str(text)

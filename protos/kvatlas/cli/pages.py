@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from kvatlas.cli import page_art
+from kvatlas.cli.connecting import connect
 from kvatlas.cli.exits import DONE, USAGE, CommandFailed
 from kvatlas.client.page_map import PageMap
 from kvatlas.client.sync import Client
@@ -22,7 +23,7 @@ OWNERS_SHOWN = 12
 
 def run(settings: Namespace) -> int:
     """Shows the map once, or until Ctrl-C."""
-    with Client(settings.address, timeout_seconds=settings.timeout) as client:
+    with connect(settings) as client:
         if settings.watch:
             return _watch(client, settings)
         page_map = client.page_map(settings.worker_id)

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable
 
 from kvatlas.cli.exits import DONE, FAILED, CommandFailed
-from kvatlas.cli.options import DEFAULT_MODEL
+from kvatlas.cli.option import DEFAULT_MODEL
 from kvatlas.models.errors import ModelError
 from kvatlas.models.files import ModelFiles
 from kvatlas.models.progress import FetchProgress, no_progress

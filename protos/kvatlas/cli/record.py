@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
+from kvatlas.cli.connecting import admin_connection
 from kvatlas.cli.exits import DONE, USAGE, CommandFailed
 from kvatlas.client.recordings import Recorder
 from kvatlas.v1 import cache_pb2, server_pb2
@@ -30,7 +31,7 @@ def run(settings: Namespace) -> int:
     verb = verbs.get(settings.action or "list")
     if verb is None:
         raise CommandFailed(f"record {settings.action}: what to do is one of {', '.join(verbs)}", USAGE)
-    with Recorder(settings.admin_address) as recorder:
+    with admin_connection(Recorder, settings) as recorder:
         verb(recorder, settings)
     return DONE
 

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from kvatlas.cli.connecting import connect
 from kvatlas.cli.exits import DONE
 from kvatlas.cli.page_art import short_name
 from kvatlas.cli.palette import FREE_IN_TERMINAL, LOOKS
@@ -38,7 +39,7 @@ def run(settings: Namespace) -> int:
     """One picture, some, or pictures until Ctrl-C."""
     console = Console(highlight=False)
     count = settings.count or (0 if console.is_terminal and not settings.json else 1)
-    with Client(settings.address, timeout_seconds=settings.timeout) as client:
+    with connect(settings) as client:
         try:
             if settings.json:
                 _print_json(client, settings, count)

@@ -60,8 +60,9 @@ class Credentials:
         return bool(self.token or self.token_file)
 
     def check(self, addresses: Sequence[str]) -> None:
-        """Raises CredentialsError where a token would go over an open line, or its file cannot be read."""
+        """Raises CredentialsError where a token would go over an open line, or a file cannot be used."""
         self.metadata()
+        self.channel_credentials()
         if not self.has_token or self.is_tls or self.allows_plaintext_token:
             return
         for address in addresses:
