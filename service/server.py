@@ -16,6 +16,7 @@ from grpc_channelz.v1 import channelz
 from prometheus_client import CollectorRegistry
 
 from kvatlas.revision import source_revision
+from kvatlas.seam_keys import SeamKeyError
 from kvatlas.v1 import (
     cache_pb2,
     cache_pb2_grpc,
@@ -32,6 +33,7 @@ from service.drain import DrainControl
 from service.fleet.codec import WorkerFacts
 from service.fleet.mirror_metrics import MirrorCollector
 from service.fleet.mirrors import PageMirrors
+from service.fleet.seam import SeamKeys
 from service.fleet.workers import WorkerPool
 from service.guard import Guard
 from service.handlers.admin import AdminServicer
@@ -113,6 +115,8 @@ class Service:
                 version=VERSION,
                 accept=self._accept,
                 stall_seconds=config.stall_seconds,
+                keys=_seam_keys(config),
+                on_seam_failure=lambda reason: metrics.seam_failures[reason].inc(),
             ),
             prompts=Prompts(tokenizer, ChatTemplate.of(tokenizer), self._threads),
             metrics=metrics,
@@ -346,6 +350,16 @@ def _authenticator(config: ServiceConfig) -> Authenticator | None:
             "auth_file: a principal has a certificate (san) and no token, which needs tls_client_ca"
         )
     return auth
+
+
+def _seam_keys(config: ServiceConfig) -> SeamKeys | None:
+    """Keys of tcp seams, None for plaintext. Raises ConfigError."""
+    if config.seam_files is None:
+        return None
+    try:
+        return SeamKeys(config.seam_files)
+    except SeamKeyError as error:
+        raise ConfigError(f"seam_key, seam_peers: {error}") from error
 
 
 def _credentials(config: ServiceConfig) -> grpc.ServerCredentials | None:

@@ -9,8 +9,10 @@ nothing is automatic any more; pages and scheduling get plain values out of it.
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kvatlas.constraints.text import can_compile
+from kvatlas.seam_keys import SeamFiles, seam_faults
 from kvatlas.settings import ConfigError, Reader, as_toml, option, range_faults, socket_folder, state_folder
 
 __all__ = ["ConfigError", "WorkerConfig", "from_args", "wants_print"]
@@ -68,6 +70,13 @@ class WorkerConfig:
     # Sockets.
     engine_address: str = option("", "ipc:// or tcp:// address of the engine socket; empty: own folder")
     pages_address: str = option("", "ipc:// or tcp:// address of the pages socket; empty: own folder")
+    seam_key: str = option(
+        "", "this worker's key pair for tcp sockets, mode 0600; empty: plaintext", metavar="FILE"
+    )
+    seam_peers: str = option(
+        "", "public keys of the services that may connect, read again when it changes", metavar="FILE"
+    )
+    insecure: bool = option(False, "allow plaintext on tcp sockets that are not loopback")
     metrics_host: str = option("127.0.0.1", "address of /metrics, /healthz, /readyz")
     metrics_port: int = option(9102, "its port; 0: any free one, -1: none", low=-1, high=65535)
     worker_id: str = option("worker-0", "name of this worker, unique in the deployment")
@@ -137,6 +146,11 @@ class WorkerConfig:
         return resolved.checked()
 
     @property
+    def seam_files(self) -> SeamFiles | None:
+        """Keys of the tcp sockets; None: plaintext."""
+        return SeamFiles(Path(self.seam_key), Path(self.seam_peers)) if self.seam_key else None
+
+    @property
     def step_tokens(self) -> int:
         """Tokens of the largest step, chosen where the config names none."""
         usual = 2048 if self.device == "cuda" else 512  # long enough for full speed, short between tokens
@@ -148,6 +162,8 @@ class WorkerConfig:
         faults += [
             fault for name in ("engine_address", "pages_address") if (fault := self._address_fault(name))
         ]
+        seam = {"engine_address": self.engine_address, "pages_address": self.pages_address}
+        faults += seam_faults(seam, self.seam_key, self.seam_peers, insecure=self.insecure)
         if 0 < self.max_batch_tokens <= self.max_running:
             faults.append(
                 f"max_batch_tokens: {self.max_batch_tokens} is not more than max_running {self.max_running}:"

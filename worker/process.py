@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry
 
 from kvatlas.models.resolve import resolve_model
 from kvatlas.models.text_vocabulary import read_text_vocabulary
+from kvatlas.seam_keys import SeamKeyError
 from worker.channels import CommandQueue, Handover, OutputQueue
 from worker.config import ConfigError, WorkerConfig
 from worker.description import VERSION, PoolDescription, WorkerDescription
@@ -33,6 +34,7 @@ from worker.ids import Row, SequenceId
 from worker.link import status_codec
 from worker.link.addresses import IpcGuard
 from worker.link.constraint_desk import ConstraintDesk
+from worker.link.doorkeeper import Doorkeeper
 from worker.link.estimates import EstimateDesk
 from worker.link.http import StatusServer
 from worker.link.publisher import PageFeed
@@ -114,16 +116,30 @@ class WorkerProcess:
             guard.take(address)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._stack.callback(context.term)
+        self.doorkeeper = self._make_doorkeeper(context)
         self._make_observer(context, _description(config, facts, epoch, key), start)
         self._make_recorder(key, start)
         self._make_link(context)
         self._make_http(registry)
         self.observer.start()
         self.recorder.start()
+        if self.doorkeeper is not None:
+            self.doorkeeper.start()
         self.link.start()
         if config.parent_watch:
             self._stack.callback(ParentWatch(config.parent_watch, end_this_process).close)
         self._log_listening()
+
+    def _make_doorkeeper(self, context: "zmq.Context[zmq.Socket[bytes]]") -> Doorkeeper | None:
+        files = self.config.seam_files
+        if files is None:
+            return None
+        try:
+            doorkeeper = Doorkeeper(context, files, on_failure=self._fail, clock=self._clock)
+        except SeamKeyError as error:
+            raise ConfigError(f"seam_key, seam_peers: {error}") from None
+        self._stack.callback(doorkeeper.close)  # after the sockets that it guards
+        return doorkeeper
 
     def _make_observer(
         self, context: "zmq.Context[zmq.Socket[bytes]]", description: WorkerDescription, start: float
@@ -135,6 +151,7 @@ class WorkerProcess:
             ring=self.ring,
             calls=self._calls,
             answers=self.outputs,
+            doorkeeper=self.doorkeeper,
         )
         self._stack.callback(self.feed.close)
         self.description = self.feed.description  # with the real port
@@ -210,6 +227,7 @@ class WorkerProcess:
             constraints=self._make_constraints(),
             to_observer=ask_observer,
             other_desk=self._recordings,
+            doorkeeper=self.doorkeeper,
             on_failure=self._fail,
             clock=self._clock,
         )
@@ -240,6 +258,7 @@ class WorkerProcess:
             self.description,
             view=lambda: observer.metrics,
             mismatches=lambda: link.sequence_mismatches,
+            seam_refusals=self.doorkeeper.refusals if self.doorkeeper is not None else None,
             watermark_pages=self._scheduler.config.num_watermark_pages,
         )
         self.http: StatusServer | None = None

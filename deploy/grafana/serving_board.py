@@ -264,11 +264,14 @@ STREAMS = Row(
         ),
         Panel(
             "Must stay at 0",
-            "Disagreements of service and worker about live sequences; auth files that could not be read.",
+            "Disagreements of service and worker about live sequences; auth files that could not be read;"
+            " connections between service and worker that their keys forbade.",
             "none",
             (
                 Query(in_range("kvatlas_link_sequence_mismatches_total", W), "sequence mismatches"),
                 Query(in_range("kvatlas_auth_reload_failures_total", S), "failed auth reloads"),
+                Query(in_range("kvatlas_seam_refused_total", W), "strangers at workers"),
+                Query(in_range("kvatlas_seam_handshakes_failed_total", S), "failed handshakes"),
             ),
             PanelKind.STAT,
             height=8,

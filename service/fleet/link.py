@@ -18,6 +18,7 @@ from service.fleet import codec
 from service.fleet.codec import Beat, Command, CommandReply, WorkerFacts
 from service.fleet.command_desk import CommandDesk, CommandFailed, WorkerUnavailable
 from service.fleet.live_runs import LiveRuns
+from service.fleet.seam import EVENTS, SeamClient
 from service.fleet.socket_reader import SocketReader
 from service.request import AbortReason, LostReason, Request, Run, RunReceiver, SequenceReceiver
 
@@ -69,8 +70,10 @@ class WorkerLink:
         instance_id: str,
         service_epoch: int,
         version: str,
+        seam: SeamClient,
     ) -> None:
         self.address = address
+        self._seam = seam
         self.facts: WorkerFacts | None = None  # of the last life seen
         self.beat: Beat | None = None  # the last one
         self.beat_sequences = 0  # live_sequences when it came
@@ -92,6 +95,7 @@ class WorkerLink:
         self._timer: asyncio.TimerHandle | None = None
         self._last_tick = 0.0
         self._last_sent_beat = 0.0
+        self._last_why = ""  # of the last loss
         self._is_closed = False
 
     @property
@@ -121,7 +125,8 @@ class WorkerLink:
         engine.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         engine.setsockopt(zmq.RECONNECT_IVL, 100)
         engine.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        monitor = engine.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._seam.prepare(engine)
+        monitor = engine.get_monitor_socket(EVENTS)
         self._engine = SocketReader(self._loop, engine, self._on_frames)
         self._monitor = SocketReader(self._loop, monitor, self._on_monitor)
         self._expected = 0
@@ -271,6 +276,7 @@ class WorkerLink:
         pages.setsockopt(zmq.LINGER, 0)
         for topic in self._topics:
             pages.setsockopt(zmq.SUBSCRIBE, topic)
+        self._seam.prepare(pages)
         pages.connect(_reachable(address, self.address))
         self._pages = SocketReader(self._loop, pages, self._on_feed)
 
@@ -280,9 +286,8 @@ class WorkerLink:
                 listener.link_fed(self, frames[0], frames[1])
 
     def _on_monitor(self, frames: list[bytes]) -> None:
-        event = parse_monitor_message(frames)["event"]
-        if event == zmq.EVENT_DISCONNECTED:
-            self._lose(LostReason.CRASH, "closed the connection")
+        if why := self._seam.hear(parse_monitor_message(frames)):
+            self._lose(LostReason.CRASH, why)
 
     # Life
 
@@ -302,7 +307,10 @@ class WorkerLink:
     def _lose(self, reason: LostReason, why: str) -> None:
         if self._is_closed or self._engine is None:
             return
-        log.warning(
+        is_news = self.is_up or why != self._last_why
+        self._last_why = why
+        log.log(
+            logging.WARNING if is_news else logging.DEBUG,
             "event=worker_lost worker=%s reason=%s why=%r sequences=%d",
             self.worker_id,
             reason.value,

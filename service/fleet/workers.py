@@ -15,6 +15,7 @@ from service.fleet.link import LinkListener, WorkerLink
 from service.fleet.names import WorkerNames
 from service.fleet.prefix_hint import routing_key
 from service.fleet.router import Candidate, choose
+from service.fleet.seam import SeamClient, SeamKeys
 from service.request import LostReason, Request
 
 log = logging.getLogger("service.workers")
@@ -32,11 +33,14 @@ class WorkerPool:
         version: str,
         accept: Callable[[WorkerFacts], str | None],
         stall_seconds: float = 30.0,
+        keys: SeamKeys | None = None,
+        on_seam_failure: Callable[[str], None] = lambda reason: None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self._loop = loop or asyncio.get_running_loop()
         self._accept = accept
         self._stall_seconds = stall_seconds
+        self._keys, self._on_seam_failure = keys, on_seam_failure
         self._identity = (instance_id, service_epoch, version)
         self._refused: dict[str, str] = {}  # by address: why its facts do not fit
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -98,6 +102,7 @@ class WorkerPool:
             instance_id=instance_id,
             service_epoch=service_epoch,
             version=version,
+            seam=SeamClient(address, self._keys, self._loop.time, self._on_seam_failure),
         )
         link.listeners += self._listeners
         link.open()

@@ -9,11 +9,11 @@ from service.config import ConfigError, ServiceConfig, from_args, wants_print
 
 def test_flags_win_over_the_environment_over_the_file_over_the_defaults(tmp_path: Path) -> None:
     file = tmp_path / "service.toml"
-    file.write_text('grace = 1\nmax_calls = 11\nworkers = ["ipc:///a", "tcp://h:1"]\nlog_level = "error"\n')
+    file.write_text('grace = 1\nmax_calls=11\nworkers = ["ipc:///a", "tcp://[::1]:1"]\nlog_level = "error"\n')
     environment = {"KVATLAS_SERVICE_MAX_CALLS": "22", "KVATLAS_SERVICE_LOG_LEVEL": "debug", "PATH": "/bin"}
     config = from_args(["--config", str(file), "--log-level", "warning"], environment)
     assert (config.grace, config.max_calls, config.log_level) == (1.0, 22, "warning")
-    assert config.workers == ("ipc:///a", "tcp://h:1")
+    assert config.workers == ("ipc:///a", "tcp://[::1]:1")
     assert config.max_watches == ServiceConfig().max_watches
 
 

@@ -13,6 +13,8 @@ from typing import IO
 
 import zmq
 
+MAX_MESSAGE_BYTES = 64 << 20  # libzmq alone sets no limit; ours stay below 17 MiB
+
 
 class AddressError(Exception):
     """An address that this worker cannot have; the text is for the user."""
@@ -91,6 +93,7 @@ def _check_private(folder: Path) -> None:
 
 def bind(socket: "zmq.Socket[bytes]", address: str) -> None:
     """Binds a new socket, or closes it and raises AddressError."""
+    socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     try:
         socket.bind(_zmq_address(address))
     except zmq.ZMQError as error:

@@ -15,6 +15,7 @@ from worker.channels import Handover, OutputQueue
 from worker.description import WorkerDescription
 from worker.link import integrity_codec, page_codec
 from worker.link.addresses import advertised, bind, last_endpoint
+from worker.link.doorkeeper import Doorkeeper
 from worker.log import log_event
 from worker.messages import (
     CallError,
@@ -56,6 +57,7 @@ class PageFeed:
         ring: EventRing,
         calls: Handover[ObserverCall],
         answers: OutputQueue[LinkMessage],
+        doorkeeper: Doorkeeper | None = None,
     ) -> None:
         self._ring = ring
         self._calls = calls
@@ -71,6 +73,8 @@ class PageFeed:
         self._socket = context.socket(zmq.XPUB)
         self._socket.set(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
         self._socket.set(zmq.LINGER, 0)
+        if doorkeeper is not None and address.startswith("tcp://"):
+            doorkeeper.guard(self._socket)
         bind(self._socket, address)
         # What services are told has the real port.
         self.description = replace(description, pages_address=advertised(last_endpoint(self._socket)))

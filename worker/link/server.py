@@ -20,6 +20,7 @@ from worker.link import codec, integrity_codec, status_codec
 from worker.link.addresses import bind, last_endpoint
 from worker.link.commands import CommandDesk, OtherDesk
 from worker.link.constraint_desk import ConstraintDesk
+from worker.link.doorkeeper import Doorkeeper
 from worker.link.peers import Peer, Peers, Refused
 from worker.log import log_event, trace_id_of
 from worker.messages import (
@@ -68,6 +69,7 @@ class EngineLink:
         to_observer: Callable[[ObserverCall], bool],
         other_desk: OtherDesk | None = None,
         constraints: ConstraintDesk | None = None,
+        doorkeeper: Doorkeeper | None = None,
         on_failure: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         silence_seconds: float = SILENCE_SECONDS,
@@ -90,6 +92,8 @@ class EngineLink:
         self._socket.set(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
         self._socket.set(zmq.RCVHWM, SEND_HIGH_WATER_MARK)
         self._socket.set(zmq.LINGER, 0)
+        if doorkeeper is not None and address.startswith("tcp://"):
+            doorkeeper.guard(self._socket)
         bind(self._socket, address)
         self.address = last_endpoint(self._socket)
         self._poll_all = zmq.Poller()

@@ -11,6 +11,7 @@ CHECKS = ("state_sum", "refcount", "free_list", "page_table", "trie", "device_ta
 READERS = ("observer", "feed", "recorder")
 PHASES = ("prefill", "decode", "mixed")
 BANDS = ("ok", "low", "critical", "exhausted")
+SEAM_REASONS = ("unknown_key", "handshake")
 MEMORY_KINDS = ("weights", "kv_pool", "workspace", "torch_reserved", "free")
 
 STEP_SECONDS = tuple(0.0005 * 2**power for power in range(12))
@@ -303,7 +304,7 @@ ENGINE = (
     Metric(
         "constraint_mask_seconds",
         HISTOGRAM,
-        "Time to find the tokens that a constraint allows next, beside the forward pass: mean of a step's rows.",
+        "Time to find the tokens that a constraint allows next, beside the forward pass, by row.",
         "Engine",
         buckets=MASK_SECONDS,
         excuse="what constraints cost, for whoever uses them",
@@ -337,6 +338,14 @@ ENGINE = (
         COUNTER,
         "Heartbeats of services whose count of live sequences lastingly differs from ours.",
         "Engine",
+        panel="serving/Must stay at 0",
+    ),
+    Metric(
+        "seam_refused",
+        COUNTER,
+        "Connections to a tcp socket that were refused: a key that is not known, or a handshake without any.",
+        "Engine",
+        {"reason": SEAM_REASONS},
         panel="serving/Must stay at 0",
     ),
     Metric(

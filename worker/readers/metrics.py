@@ -100,11 +100,13 @@ class WorkerCollector(Collector):
         view: Callable[[], MetricsView],
         mismatches: Callable[[], int],
         watermark_pages: int,
+        seam_refusals: Mapping[str, int] | None = None,  # by reason; None: no keys, nobody refused
     ) -> None:
         self._description = description
         self._view = view
         self._mismatches = mismatches
         self._watermark_pages = watermark_pages
+        self._seam_refusals = seam_refusals or {}
         self._commit = source_revision()
         usable = description.pool.num_pages
         self._edges = {row.name: _edges_of(row, usable) for row in TABLE if row.buckets}
@@ -184,6 +186,7 @@ class WorkerCollector(Collector):
             "constraint_lookups": view.constraint_lookups,
             "scheduler_idle_seconds": {(): view.idle_seconds},
             "link_sequence_mismatches": {(): self._mismatches()},
+            "seam_refused": {(reason,): number for reason, number in self._seam_refusals.items()},
         }
 
     def _infos(self) -> dict[str, dict[str, str]]:
