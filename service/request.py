@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Protocol
 
+from kvatlas.constraints.text import ConstraintText
 from service.admission import Quota
 
 NO_TOKEN = 0xFFFFFFFF
@@ -118,15 +119,6 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Constraint:
-    """What the output must satisfy: the field's name in the spec and its value."""
-
-    kind: str
-    text: str = ""
-    choices: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Request:
     """What a client sent, validated and tokenized: one prompt, n samples."""
 
@@ -144,7 +136,7 @@ class Request:
     tenant: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     adapter: str = ""
-    constraint: Constraint | None = None
+    constraint: ConstraintText | None = None
     traceparent: str = ""
     receive_time_ns: int = 0  # Unix time
     deadline: float | None = None  # monotonic clock

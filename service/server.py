@@ -53,6 +53,7 @@ from service.request import AbortReason
 from service.server_options import server_options
 from service.telemetry import Telemetry
 from service.text.chat import ChatTemplate
+from service.text.constraints import ConstraintChecks
 from service.text.threads import TextThreads
 from service.text.tokenizer import Tokenizer
 from service.tls import TlsFiles, server_credentials
@@ -124,6 +125,7 @@ class Service:
             admission=Admission(config.max_calls),
             watches=Admission(config.max_watches),
             live=LiveCalls(),
+            constraints=ConstraintChecks.of(tokenizer.vocabulary, tokenizer.size),
             drain=DrainControl(loop, config.grace),
             tracing=_tracing(config),
         )
@@ -322,6 +324,8 @@ class Service:
         self.backstage.pool.close()
         self._ops.close()
         self._threads.close()
+        if self.backstage.constraints is not None:
+            self.backstage.constraints.close()
         for address in (self._config.address, self._config.admin_address):
             if address.startswith("unix:"):
                 Path(address.removeprefix("unix:")).unlink(missing_ok=True)

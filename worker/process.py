@@ -244,9 +244,7 @@ class WorkerProcess:
             return TokenTable.of(read_text_vocabulary(resolve_model(self.config.model)), model.eos_token_ids)
 
         meter = self.observer.constraints
-        compiler = Compiler(
-            read_table, model.vocab_size, on_compiled=meter.compiled, on_hit=meter.found
-        )
+        compiler = Compiler(read_table, model.vocab_size, on_compiled=meter.compiled, on_hit=meter.found)
         desk = ConstraintDesk(compiler, to_engine=self.commands.put, answer=self.outputs.put)
         self._stack.callback(desk.close)
         return desk

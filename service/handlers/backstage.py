@@ -14,6 +14,7 @@ from service.handlers.prompts import Prompts
 from service.handlers.validate import MAX_SAMPLES
 from service.health import HealthBoard
 from service.metrics import ServiceMetrics
+from service.text.constraints import ConstraintChecks
 
 if TYPE_CHECKING:
     from service.tracing import Tracing
@@ -34,6 +35,7 @@ class Backstage:
     admission: Admission  # generations
     watches: Admission  # watch streams of all services
     live: LiveCalls
+    constraints: ConstraintChecks | None  # None: the library is missing, the feature is off
     drain: DrainControl
     tracing: "Tracing | None" = None  # None: off
 
@@ -41,6 +43,11 @@ class Backstage:
         """Raises Failure while the process shuts down."""
         if self.board.is_draining:
             raise errors.draining()
+
+    def features_of(self, facts: WorkerFacts) -> frozenset[str]:
+        """Optional features that are on: the worker's, and those of the model's text."""
+        off = frozenset[str]() if self.constraints is not None else frozenset({"constraints"})
+        return (facts.features - off) | self.prompts.features
 
     def facts_of(self, model: str) -> WorkerFacts:
         """Facts of the model that a request names; empty: the only one. Raises Failure."""

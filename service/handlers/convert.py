@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from kvatlas.constraints.text import ConstraintText
 from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1.server_pb2 import DefaultSampling
 from service.handlers.validate import seconds
-from service.request import Call, Constraint, KvBill, Output, PrefixCounts, Request, Sampling, Scores, Stops
+from service.request import Call, KvBill, Output, PrefixCounts, Request, Sampling, Scores, Stops
 
 TokenBytes = Callable[[int], bytes]
 DEFAULT_HOLD_SECONDS = 0.1
@@ -119,13 +120,13 @@ def _output(output: pb.OutputOptions) -> Output:
     )
 
 
-def _constraint(spec: pb.GenerationSpec) -> Constraint | None:
+def _constraint(spec: pb.GenerationSpec) -> ConstraintText | None:
     kind = spec.WhichOneof("constraint")
     if kind is None:
         return None
     if kind == "choices":
-        return Constraint(kind, choices=tuple(spec.choices.choices))
-    return Constraint(kind, getattr(spec, kind))
+        return ConstraintText(kind, choices=tuple(spec.choices.choices))
+    return ConstraintText(kind, getattr(spec, kind))
 
 
 def _milliseconds(duration: Duration) -> int:

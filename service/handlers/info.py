@@ -32,7 +32,7 @@ class InfoServicer(server_pb2_grpc.ServerServiceServicer):
             start_time=to_timestamp(backstage.start_time_ns),
             instance_id=backstage.config.instance,
             limits=self._limits(),
-            features=sorted(facts.features) if facts is not None else (),
+            features=sorted(backstage.features_of(facts)) if facts is not None else (),
             state=self._state(),
             workers=[self._worker(link) for link in backstage.pool.links if link.facts is not None],
         )

@@ -19,6 +19,7 @@ from service.handlers.run import GenerationRun
 from service.mailbox import Inbox, Mailbox
 from service.request import Call, Request
 from service.text.answer import AnswerText
+from service.text.constraints import TooManyConstraints
 from service.text.stop_strings import StopMatcher, StopStrings
 
 
@@ -46,13 +47,25 @@ class Opening:
             raise errors.missing_scope("priority")
         facts = backstage.facts_of(spec.model)
         request = convert.request_from(spec, call, facts.model.defaults)
-        if request.constraint is not None and "constraints" not in facts.features:
+        if request.constraint is not None and "constraints" not in backstage.features_of(facts):
             raise errors.feature_disabled("constraints")
         if request.adapter and "adapters" not in facts.features:
             raise errors.feature_disabled("adapters")
         if spec.WhichOneof("prompt") == "chat":
             backstage.prompts.check_chat(spec.chat)
         return request, facts
+
+    async def check_constraint(self, request: Request, call: Call) -> None:
+        """Raises Failure for a constraint that cannot be meant, before anything waits for a worker."""
+        checks, constraint = self._backstage.constraints, request.constraint
+        if constraint is None or checks is None:
+            return
+        try:
+            fault = await checks.fault_of(constraint)
+        except TooManyConstraints:
+            raise errors.queue_full(0, call.attempts_before) from None
+        if fault:
+            raise errors.invalid_fields([Violation(f"spec.{constraint.kind}", fault)])
 
     def complete(self, request: Request, ids: Sequence[int], facts: WorkerFacts) -> Request:
         """The request with its prompt, and with what is left for output if the client gave no limit."""

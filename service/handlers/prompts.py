@@ -33,6 +33,12 @@ class Prompts:
         self._template = template
         self._threads = threads
 
+    @property
+    def features(self) -> frozenset[str]:
+        """Optional features of the model's chats that are on."""
+        has_tools = self._template is not None and self._template.knows_tools
+        return frozenset({"tools"}) if has_tools else frozenset()
+
     async def ids_of(self, spec: pb.GenerationSpec) -> Sequence[int]:
         """Ids of a validated spec. Raises Failure for what the chat template refuses."""
         kind = spec.WhichOneof("prompt")
@@ -72,7 +78,7 @@ class Prompts:
         """Raises Failure for what this model's chats do not offer; nothing is ignored (H8)."""
         if self._template is None:
             raise errors.feature_disabled("chat")
-        if chat.tools_json:
+        if chat.tools_json and not self._template.knows_tools:
             raise errors.feature_disabled("tools")
 
     def _chat(self, request: pb.TokenizeRequest) -> tuple[str, Encoded]:
@@ -92,6 +98,7 @@ class Prompts:
                 or chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,
                 template_args=json.loads(chat.template_args_json) if chat.template_args_json else None,
+                tools=[json.loads(tool) for tool in chat.tools_json],
             )
         except ChatTemplateError as error:
             raise errors.invalid_fields([Violation(path, str(error))]) from error

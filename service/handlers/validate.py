@@ -13,6 +13,7 @@ from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
+from kvatlas.constraints.text import MAX_CONSTRAINT_BYTES
 from kvatlas.v1 import generation_pb2 as pb
 from service.errors import Violation
 
@@ -25,6 +26,9 @@ MAX_LABELS, MAX_LABEL_KEY, MAX_LABEL_VALUE = 16, 63, 255
 MAX_SALT_BYTES = 64
 MAX_TEXT_BYTES = 2 * 1024 * 1024
 MAX_CHOICES = 64
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+MAX_ARGUMENT_BYTES = 256 * 1024
 MAX_PRIORITY = 100
 MAX_TOKENS_PER_MESSAGE = 64
 MAX_HOLD_SECONDS = 1.0
@@ -175,14 +179,27 @@ def _chat(found: Violations, path: str, chat: pb.ChatPrompt) -> None:
         found.add(f"{path}.messages", "must not be empty")
     for index, message in enumerate(chat.messages):
         found.known(f"{path}.messages[{index}].role", message.role, pb.ChatRole, may_be_unset=False)
-    if sum(num_bytes(message.content) for message in chat.messages) > MAX_TEXT_BYTES:
-        found.add(f"{path}.messages", f"together longer than {MAX_TEXT_BYTES} bytes")
+    _chat_sizes(found, path, chat)
     if chat.continue_final_message and chat.HasField("add_generation_prompt") and chat.add_generation_prompt:
         found.add(f"{path}.continue_final_message", "contradicts add_generation_prompt")
     if chat.template_args_json:
         _json_object(found, f"{path}.template_args_json", chat.template_args_json)
     for index, tool in enumerate(chat.tools_json):
         _json_object(found, f"{path}.tools_json[{index}]", tool)
+
+
+def _chat_sizes(found: Violations, path: str, chat: pb.ChatPrompt) -> None:
+    if len(chat.messages) > MAX_MESSAGES:
+        found.add(f"{path}.messages", f"{len(chat.messages)} are more than {MAX_MESSAGES}")
+    texts = [text for turn in chat.messages for text in (turn.content, turn.name, turn.tool_call_id)]
+    if sum(map(num_bytes, texts)) > MAX_TEXT_BYTES:
+        found.add(f"{path}.messages", f"together longer than {MAX_TEXT_BYTES} bytes")
+    if num_bytes(chat.template_args_json) > MAX_ARGUMENT_BYTES:
+        found.add(f"{path}.template_args_json", f"longer than {MAX_ARGUMENT_BYTES} bytes")
+    if len(chat.tools_json) > MAX_TOOLS:
+        found.add(f"{path}.tools_json", f"{len(chat.tools_json)} are more than {MAX_TOOLS}")
+    if sum(map(num_bytes, chat.tools_json)) > MAX_ARGUMENT_BYTES:
+        found.add(f"{path}.tools_json", f"together longer than {MAX_ARGUMENT_BYTES} bytes")
 
 
 def _json_object(found: Violations, path: str, text: str) -> None:
@@ -245,8 +262,17 @@ def _constraint(found: Violations, spec: pb.GenerationSpec) -> None:
             found.add("spec.choices.choices", f"{len(choices)} strings are not 1 to {MAX_CHOICES}")
         if len(set(choices)) != len(choices):
             found.add("spec.choices.choices", "the strings must differ")
-    elif kind is not None and not getattr(spec, kind):
-        found.add(f"spec.{kind}", "must not be empty")
+        num_constraint_bytes = sum(map(num_bytes, choices))
+    elif kind is not None:
+        num_constraint_bytes = num_bytes(getattr(spec, kind))
+        if not num_constraint_bytes:
+            found.add(f"spec.{kind}", "must not be empty")
+    if kind is None:
+        return
+    if num_constraint_bytes > MAX_CONSTRAINT_BYTES:
+        found.add(f"spec.{kind}", f"longer than {MAX_CONSTRAINT_BYTES} bytes")
+    if spec.stop.ignore_eos:
+        found.add("spec.stop.ignore_eos", "contradicts a constraint: what satisfies it ends with EOS")
 
 
 def _labels(found: Violations, labels: Iterable[tuple[str, str]]) -> None:

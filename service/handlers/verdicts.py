@@ -42,6 +42,8 @@ def refusal_of(
 def failure_of(end: SequenceEnd, request: Request) -> Failure:
     """The status of a request whose sequence failed; the worker's words are for the log."""
     reason = errors.reason_name(end.error_reason)
+    if reason == "CONSTRAINT_DEAD_END":
+        return errors.constraint_dead_end(end.message, end.completion_tokens)
     log.error("event=sequence_failed request=%s reason=%s why=%r", request.request_id, reason, end.message)
     return errors.device_out_of_memory() if reason == "DEVICE_OUT_OF_MEMORY" else errors.internal()
 

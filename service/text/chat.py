@@ -6,18 +6,23 @@ user, which stay text here (`control_tokens.py`).
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import NoReturn
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import Environment, TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from service.text.control_tokens import ControlTokens, JsonValue
 from service.text.tokenizer import ChatText, Tokenizer, whole_text
+
+MAX_RENDERED_CHARACTERS = 4 * 1024 * 1024
+"""A template may repeat what it is given (its tools, a system text in every turn): not without end."""
+MAX_RENDER_SECONDS = 10.0
 
 _END_MARK = "\ue000kvatlas-end-of-turn\ue000 "
 """Follows the turn to be continued, to find its end again. The space shows whether a template trims."""
@@ -67,8 +72,10 @@ class ChatTemplate:
         self.source = source
         self._control_tokens = control_tokens
         self._variables = dict(variables or {})
+        environment = _environment(now)
         try:
-            self._template = _environment(now).from_string(source)
+            self._template = environment.from_string(source)
+            self.knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
         except TemplateError as error:
             raise ValueError(f"the model's chat template does not compile: {error}") from error
 
@@ -121,11 +128,26 @@ class ChatTemplate:
 
     def _fill(self, variables: Mapping[str, JsonValue]) -> str:
         try:
-            return whole_text(self._template.render(variables))
+            return whole_text(_bounded(self._template.generate(variables)))
         except TemplateError as error:
             raise ChatTemplateError(f"the chat template refuses this: {error.message}") from error
         except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ChatTemplateError(f"the chat template fails on this: {error}") from error
+
+
+def _bounded(pieces: Iterable[str]) -> str:
+    """All pieces, unless they are too many or take too long."""
+    found, size, deadline = [], 0, time.monotonic() + MAX_RENDER_SECONDS
+    for piece in pieces:
+        found.append(piece)
+        size += len(piece)
+        if size > MAX_RENDERED_CHARACTERS:
+            raise ChatTemplateError(
+                f"the chat template makes more than {MAX_RENDERED_CHARACTERS} characters of this"
+            )
+        if time.monotonic() > deadline:
+            raise ChatTemplateError(f"the chat template takes more than {MAX_RENDER_SECONDS:g} s for this")
+    return "".join(found)
 
 
 def _cut_at_end_mark(text: str) -> str:
