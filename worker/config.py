@@ -82,6 +82,7 @@ class WorkerConfig:
     worker_id: str = option("worker-0", "name of this worker, unique in the deployment")
     # Recordings.
     recordings: str = option("", "folder of recordings; empty: own folder under the user's state")
+    profiles: str = option("", "folder of profiles; empty: own folder under the user's state")
     record_audits: bool = option(True, "a failed audit leaves a recording of what just was")
     # Life.
     drain_grace: float = option(
@@ -142,6 +143,7 @@ class WorkerConfig:
             engine_address=engine,
             pages_address=pages,
             recordings=self.recordings or str(state_folder(os.environ) / "recordings"),
+            profiles=self.profiles or str(state_folder(os.environ) / "profiles"),
         )
         return resolved.checked()
 

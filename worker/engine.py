@@ -200,8 +200,8 @@ class Engine:
 
     def _sleep(self, now: float) -> None:
         """Nothing to run: until a command, a deadline, or the next observation."""
-        limits = [self._watch.next_time(now)]
-        limits += [time for time in (self._scheduler.next_deadline(now), self._drain_end) if time is not None]
+        due = (self._scheduler.next_deadline(now), self._drain_end, self._obedience.next_time)
+        limits = [self._watch.next_time(now), *(time for time in due if time is not None)]
         command = self._commands.wait(max(0.0, min(limits) - now))
         woken = self._clock()
         self._was_idle, self._last_end = True, None

@@ -4,9 +4,11 @@ Commands travel through CommandQueue, answers through OutputQueue, both in order
 AddRequest is always ahead of that request's tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
+from typing import Protocol
 
 from worker.ids import SequenceId
 from worker.readers.audit import SweepReport
@@ -89,7 +91,54 @@ class CheckIntegrity:
     ticket: Ticket
 
 
-EngineCommand = AddRequest | Abort | DropSource | ReadRows | Flush | Pin | ListPins | CheckIntegrity
+class Recorded(Protocol):
+    """A profile. `step` and `stop` on the thread that began it, `save` after that on any."""
+
+    suffix: str  # of its file
+
+    def step(self) -> None:
+        """A step of the engine is over."""
+        ...
+
+    def stop(self) -> None:
+        """Records no more."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Writes it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Records what the engine's thread does in its next steps."""
+
+    ticket: Ticket
+    steps: int
+    deadline: float  # monotonic seconds; then it ends with the steps that ran
+    uses_torch: bool
+    on_end: Callable[[Recorded | None, int, str], None]  # stopped, and its steps; or None, and why not
+
+
+@dataclass(frozen=True, slots=True)
+class EndProfile:
+    """Nobody waits for the profile of that ticket any more."""
+
+    ticket: Ticket
+
+
+EngineCommand = (
+    AddRequest
+    | Abort
+    | DropSource
+    | ReadRows
+    | Flush
+    | Pin
+    | ListPins
+    | CheckIntegrity
+    | Profile
+    | EndProfile
+)
 
 
 @dataclass(frozen=True, slots=True)

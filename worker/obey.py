@@ -22,17 +22,20 @@ from worker.messages import (
     CheckAnswer,
     CheckIntegrity,
     DropSource,
+    EndProfile,
     EngineCommand,
     Flush,
     FlushAnswer,
     LinkMessage,
     ListPins,
     Pin,
+    Profile,
     ReadRows,
     RowsAnswer,
     TableRow,
 )
 from worker.pinning import PIN_SOURCE, PinDesk
+from worker.profiling import StepProfiler
 from worker.scheduling.output import OutputColumns
 from worker.scheduling.request import AddOutcome, AddStatus
 from worker.scheduling.scheduler import Scheduler
@@ -62,9 +65,16 @@ class Obedience:
         self._outputs = outputs
         self._pool = pool
         self._pins = PinDesk(scheduler, outputs)
+        self._profiler = StepProfiler()
+
+    @property
+    def next_time(self) -> float | None:
+        """When something is due that no command tells."""
+        return self._profiler.next_time
 
     def take_own(self, by_source: dict[str, OutputColumns], now: float) -> None:
-        """Takes out what concerns requests that no service made."""
+        """After each turn: takes out what concerns requests that no service made."""
+        self._profiler.look(self._scheduler.step_number, now)
         columns = by_source.pop(PIN_SOURCE, None)
         if columns is not None:
             self._pins.take(columns, now)
@@ -90,6 +100,10 @@ class Obedience:
                 self._pins.list(command, now)
             case CheckIntegrity():
                 self._check_integrity(command)
+            case Profile():
+                self._profiler.begin(command, self._scheduler.step_number)
+            case EndProfile():
+                self._profiler.end(command)
 
     def _add(self, command: AddRequest, now: float) -> None:
         spec = command.spec

@@ -33,10 +33,12 @@ from worker.faults import plant
 from worker.ids import Row, SequenceId
 from worker.link import status_codec
 from worker.link.addresses import IpcGuard
+from worker.link.commands import Desks
 from worker.link.constraint_desk import ConstraintDesk
 from worker.link.doorkeeper import Doorkeeper
 from worker.link.estimates import EstimateDesk
 from worker.link.http import StatusServer
+from worker.link.operators import OperatorDesk
 from worker.link.publisher import PageFeed
 from worker.link.recorder_tap import RecorderTap
 from worker.link.recordings import RecordingDesk
@@ -213,6 +215,16 @@ class WorkerProcess:
         self.recorder.wake()
 
     def _make_link(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        self._operators = OperatorDesk(
+            Path(self.config.profiles),
+            self.config.worker_id,
+            uses_torch=self.config.runner == "torch",
+            to_engine=self.commands.put,
+            answers=self.outputs,
+            clock=self._clock,
+        )
+        self._stack.callback(self._operators.close)
+
         def ask_observer(call: ObserverCall) -> bool:
             is_taken = self._calls.put(call)
             self.observer.wake()
@@ -226,7 +238,7 @@ class WorkerProcess:
             status=self.board,
             constraints=self._make_constraints(),
             to_observer=ask_observer,
-            other_desk=self._recordings,
+            other_desk=Desks(self._recordings, self._operators),
             doorkeeper=self.doorkeeper,
             on_failure=self._fail,
             clock=self._clock,

@@ -57,6 +57,33 @@ class OtherDesk(Protocol):
         """Nobody waits for the answer any more; may come for any call."""
         ...
 
+    def tick(self) -> None:
+        """Now and then."""
+        ...
+
+
+class Desks:
+    """Several as one."""
+
+    def __init__(self, *desks: OtherDesk) -> None:
+        self._desks = desks
+        self._by_kind = {kind: desk for desk in desks for kind in desk.kinds}
+        self.kinds = frozenset(self._by_kind)
+
+    def take(self, ticket: Ticket, command: worker_pb2.Command, seconds: float) -> None:
+        """To the desk for that kind."""
+        self._by_kind[command.WhichOneof("command") or ""].take(ticket, command, seconds)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """To all: none of them minds what is not its own."""
+        for desk in self._desks:
+            desk.cancel(ticket)
+
+    def tick(self) -> None:
+        """To all."""
+        for desk in self._desks:
+            desk.tick()
+
 
 class CommandDesk:
     """Takes calls in, hands them to the thread that can answer, and sees to it that each has one end."""
@@ -171,7 +198,9 @@ class CommandDesk:
         return True
 
     def expired(self, now: float) -> list[CallFailure]:
-        """Ends the calls whose time is up."""
+        """Ends the calls whose time is up; called at each heartbeat."""
+        if self._other is not None:
+            self._other.tick()
         tickets = [ticket for ticket, end in self._open.items() if now >= end]
         for ticket in tickets:
             self._end(ticket)

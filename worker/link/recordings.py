@@ -49,6 +49,9 @@ class RecordingDesk:
         """Nobody waits for the answer any more."""
         self._estimates.cancel(ticket)
 
+    def tick(self) -> None:
+        """Nothing of it is due by itself."""
+
     # On the recorder's thread.
 
     def _work(self, recorder: Recorder, ticket: Ticket, command: worker_pb2.Command, seconds: float) -> None:

@@ -76,10 +76,13 @@ class Pins:
             return PinOutcome(PinStatus.LIMIT, None, needed, len(pages), cache.num_pinned_pages, most)
         if len(pages) < needed or not needed:
             return PinOutcome(PinStatus.NOT_CACHED, None, needed, len(pages), cache.num_pinned_pages, most)
+        before = self._pins.get(name)
         cache.pin(pages)
         self.remove(name)
         num_tokens = needed * books.config.page_size
         pin = Pin(name, salt, tuple(pages), num_tokens, expires, len(token_ids), computed_tokens)
+        if before is not None and before.pages == pin.pages:  # the same once more: it goes on counting
+            pin = replace(pin, computed_tokens=before.computed_tokens, hit_tokens=before.hit_tokens)
         self._pins[name] = pin
         self._by_first_page.setdefault(pin.pages[0], []).append(name)
         return PinOutcome(PinStatus.PINNED, pin, needed, needed, cache.num_pinned_pages, most)
