@@ -59,6 +59,7 @@ class Run:
     runner: str = "torch"
     kinds: Sequence[Kind] = tuple(Kind)
     max_disturbances: int = MAX_DISTURBANCES
+    max_pause_seconds: float = 4.0  # of quiet before each
     worker_settings: dict[str, object] = field(default_factory=dict)
 
 
@@ -138,7 +139,7 @@ async def run(asked: Run, progress: Progress | None = None) -> Outcome:
         outcome = Outcome(crowd.tally, network=f"not cut: {why}" if why else "cut")
         try:
             count = asked.max_disturbances
-            schedule = chaos_plan.disturbances(asked.seed, count, kinds)
+            schedule = chaos_plan.disturbances(asked.seed, count, kinds, asked.max_pause_seconds)
             await _disturb(stack, schedule, outcome, crowd, asked.seconds, progress)
             await crowd.stop()
         except BaseException:

@@ -14,6 +14,7 @@ OUTPUT_TOKENS = (60, 600)
 TOKEN_IDS = range(3, 250)  # of the byte vocabulary: no control token
 SHARED_PROMPTS = 6  # beginnings that prompts share, so that pages are shared and found again
 SHARED_TOKENS = 48
+NUM_TARGETS = 2  # workers, and services
 SLOWNESS_SECONDS = (0.005, 0.08)
 
 
@@ -76,14 +77,21 @@ class RequestPlan:
     has_logprobs: bool
 
 
-def disturbances(seed: int, count: int, kinds: Sequence[Kind], targets: int = 2) -> list[Disturbance]:
+def disturbances(
+    seed: int, count: int, kinds: Sequence[Kind], max_pause_seconds: float = 4.0
+) -> list[Disturbance]:
     """Every kind once before any kind comes again."""
     chance = random.Random(f"disturbances {seed}")
     order: list[Kind] = []
     while len(order) < count:
         order += chance.sample(list(kinds), len(kinds))
     return [
-        Disturbance(kind, chance.uniform(0.5, 4.0), chance.randrange(targets), _length(kind, chance))
+        Disturbance(
+            kind,
+            chance.uniform(0.1, 1.0) * max_pause_seconds,
+            chance.randrange(NUM_TARGETS),
+            _length(kind, chance),
+        )
         for kind in order[:count]
     ]
 

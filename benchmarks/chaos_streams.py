@@ -8,6 +8,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from time import monotonic
 
 from benchmarks.chaos_plan import Reader, RequestPlan, StreamPlan, StreamSource
@@ -42,8 +43,9 @@ class Answer:
         for index, ids in self.token_ids.items():
             wanted = right.token_ids.get(index, [])
             if ids != wanted[: len(ids)]:
-                place = next(n for n, pair in enumerate(zip(ids, wanted, strict=False)) if pair[0] != pair[1])
-                return f"choice {index}: token {place} is {ids[place]}, undisturbed {wanted[place]}"
+                pairs = enumerate(zip_longest(ids, wanted))
+                place, pair = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
+                return f"choice {index}: token {place} is {pair[0]}, undisturbed {pair[1]}"
             if not right.text(index).startswith(self.text(index)):
                 return f"choice {index}: other text"
         if not self.is_whole:
