@@ -550,8 +550,8 @@ def running_service(
     config = ServiceConfig(
         address="127.0.0.1:0",
         metrics_address="127.0.0.1:0",
-        instance_id="service-under-test",
         **{
+            "instance_id": "service-under-test",
             "workers": tuple(worker.address for worker in workers) or (f"ipc://{folder}/nobody",),
             "drain_listen": 0.0,
             "grace": 5.0,

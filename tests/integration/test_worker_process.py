@@ -633,7 +633,7 @@ def test_a_worker_ends_with_its_launcher(tmp_path: Path) -> None:
     [
         (["--page-size", "0"], 2, "page_size"),
         (["--model", "random:nothing"], 1, "nothing"),
-        (["--engine-address", "tcp://256.1.1.1:5"], 1, "start_failed"),
+        (["--engine-address", "tcp://256.1.1.1:5", "--insecure"], 1, "start_failed"),
         (["--metrics-host", "256.1.1.1"], 1, "start_failed"),
     ],
 )
