@@ -23,6 +23,7 @@ from typing import Self
 
 from kvatlas.client.aio import AsyncClient
 from kvatlas.client.errors import KvatlasError
+from kvatlas.seam_keys import write_pair
 from kvatlas.v1 import server_pb2
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,6 +149,7 @@ class ChaosStack:
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="kvatlas-chaos-"))
         self.namespaces = [Namespace(number) for number in range(2)] if with_network else []
+        keys = self._keys() if with_network else {"worker": {}, "service": {}}
         self.addresses = [f"127.0.0.1:{_free_port()}" for _ in range(num_services)]
         engines = [self._engine(number) for number in range(2)]
         self.workers = [
@@ -161,6 +163,7 @@ class ChaosStack:
                     "pages-address": self._pages(number),
                     "metrics-port": -1,
                     "recordings": self.folder / f"recordings-{number}",
+                    **keys["worker"],
                     **worker_settings,
                 },
                 self.namespaces[number].name if with_network else "",
@@ -177,6 +180,7 @@ class ChaosStack:
                     "workers": ",".join(engines),
                     "metrics-address": "",
                     "no-access-log": None,
+                    **keys["service"],
                     **service_settings,
                 },
             )
@@ -253,6 +257,14 @@ class ChaosStack:
     def remove_logs(self) -> None:
         """After a good run."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _keys(self) -> dict[str, dict[str, object]]:
+        """Settings of both ends: off the loopback the seam wants keys."""
+        files = {name: write_pair(self.folder / "keys", name) for name in ("worker", "service")}
+        return {
+            "worker": {"seam-key": files["worker"][0], "seam-peers": files["service"][1]},
+            "service": {"seam-key": files["service"][0], "seam-peers": files["worker"][1]},
+        }
 
     def _engine(self, number: int) -> str:
         if self.namespaces:
