@@ -91,6 +91,7 @@ class EngineCounts:
     waiting_requests: int = 0
     waiting_by_reason: Mapping[WaitReason, int] = field(default_factory=dict)
     waiting_uncached_tokens: int = 0
+    estimated_wait_seconds: float = 0.0  # of a request that comes now; 0: unknown, or none
     prompt_tokens_computed_total: int = 0
     output_tokens_total: int = 0
     hit_tokens_total: int = 0

@@ -71,6 +71,7 @@ class Beat:
     running_sequences: int
     waiting_requests: int
     last_step_age_seconds: float
+    estimated_wait_ms: int  # of a request that comes now; 0: unknown, unless nobody waits
     load: WorkerLoad
     pool: PoolStats
     revision: Revision
@@ -265,6 +266,7 @@ def _beat(heartbeat: worker_pb2.Heartbeat) -> Beat:
         running_sequences=load.running_sequences,
         waiting_requests=load.waiting_requests,
         last_step_age_seconds=age.seconds + age.nanos * 1e-9,
+        estimated_wait_ms=heartbeat.estimated_wait_ms,
         load=load,
         pool=heartbeat.pool,
         revision=heartbeat.revision,

@@ -58,6 +58,14 @@ class Backstage:
             raise errors.model_not_found(model)
         return facts
 
+    def estimated_wait_ms(self) -> int | None:
+        """Of a request that comes now, on the worker where it is shortest; None: unknown."""
+        beats = [link.beat for link in self.pool.usable if link.beat is not None]
+        known = [
+            beat.estimated_wait_ms for beat in beats if beat.estimated_wait_ms or not beat.waiting_requests
+        ]
+        return min(known, default=None)
+
     def max_samples(self, facts: WorkerFacts) -> int:
         """Samples of one request: they are admitted together, so they must fit the worker's rows."""
         return min(MAX_SAMPLES, facts.max_running_sequences)

@@ -170,7 +170,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 account.on_admitted = share.started
             permit = self._backstage.admission.enter()
             if permit is None:
-                raise errors.queue_full(0, call.attempts_before)
+                raise errors.queue_full(self._backstage.estimated_wait_ms() or 0, call.attempts_before)
             await self._opening.check_constraint(request, call)
             request = self._opening.complete(request, await self._backstage.prompts.ids_of(spec), facts)
             live.run = run = self._opening.run_of(request, shape, account, call)

@@ -306,7 +306,8 @@ class Scheduler:
 
     def counts(self) -> EngineCounts:
         """Totals and what is held now."""
-        return views.counts(self._books, self._planner.blocked)
+        wait = self._admission.estimated_wait(self._books.num_queued)
+        return views.counts(self._books, self._planner.blocked, wait)
 
     def sequence_views(self) -> list[SequenceView]:
         """All live sequences, oldest first, with all their pages."""

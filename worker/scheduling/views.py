@@ -131,7 +131,7 @@ def progress(books: Books) -> Progress:
     return Progress(array("H", cast("dict[int, Sequence]", running)), array("I", counts))
 
 
-def counts(books: Books, blocked: dict[Sequence, WaitReason]) -> EngineCounts:
+def counts(books: Books, blocked: dict[Sequence, WaitReason], estimated_wait: float = 0.0) -> EngineCounts:
     """Totals, and what the engine holds now; waiting reasons add up to the waiting requests."""
     num_waiting = len(books.requests) - books.num_running_requests
     reasons, counted = dict.fromkeys(WaitReason, 0), set[Request]()
@@ -149,6 +149,7 @@ def counts(books: Books, blocked: dict[Sequence, WaitReason]) -> EngineCounts:
         waiting_requests=num_waiting,
         waiting_by_reason=reasons,
         waiting_uncached_tokens=books.uncached_tokens,
+        estimated_wait_seconds=estimated_wait,
         prompt_tokens_computed_total=totals.prompt_tokens_computed,
         output_tokens_total=totals.output_tokens,
         hit_tokens_total=totals.hit_tokens,
