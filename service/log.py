@@ -5,19 +5,15 @@ Knows nothing of what is logged. Nothing here is called per token.
 
 import logging
 import sys
-import time
 from collections.abc import Callable
+
+from kvatlas.log_lines import LineFormatter
 
 
 def set_up(level: str, context: Callable[[], str] = str) -> None:
     """Sends the logs of this process to stderr; each line ends with what `context` says of its moment."""
     handler = logging.StreamHandler(sys.stderr)
-    formatter = logging.Formatter(
-        "%(asctime)s.%(msecs)03dZ level=%(levelname)s logger=%(name)s %(message)s%(context)s"
-    )
-    formatter.datefmt = "%Y-%m-%dT%H:%M:%S"
-    formatter.converter = time.gmtime
-    handler.setFormatter(formatter)
+    handler.setFormatter(LineFormatter(ending="%(context)s"))
 
     def add_context(record: logging.LogRecord) -> bool:
         record.context = context()

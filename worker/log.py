@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+from kvatlas.log_lines import LineFormatter
+
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -38,10 +40,7 @@ def trace_id_of(traceparent: str) -> str:
 def set_up(level: str, stream: TextIO | None = None) -> None:
     """Sends the logs of this process to a stream, stderr if none is given."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    formatter = logging.Formatter("%(asctime)s.%(msecs)03dZ level=%(levelname)s logger=%(name)s %(message)s")
-    formatter.datefmt = "%Y-%m-%dT%H:%M:%S"
-    formatter.converter = time.gmtime
-    handler.setFormatter(formatter)
+    handler.setFormatter(LineFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
