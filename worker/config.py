@@ -103,7 +103,9 @@ class WorkerConfig:
     debug: bool = option(False, "a failed audit is an exception that ends the worker")
     debug_poison: bool = option(False, "fill freed pages with NaN")
     debug_faults: str = option(
-        "", "a fault planted at the start, to try out alarms: page_leak", choices=("", "page_leak")
+        "",
+        "faults to try out alarms and recovery with: page_leak at the start, or those that requests ask for",
+        choices=("", "page_leak", "requests"),
     )
     fingerprint_key: str = option("", "hex key of page fingerprints; empty: drawn at each start")
     seed: int = option(0, "of random weights", low=0)

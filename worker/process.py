@@ -336,6 +336,8 @@ class WorkerProcess:
             return EXIT_OK
         try:
             warm_up(runner, self.config.page_size)
+            if self.config.debug_faults:
+                runner = plant(self.config.debug_faults, self._scheduler, runner)
             settle_interpreter()
             if (masks := getattr(runner, "constraint_masks", None)) is not None:
                 masks.on_masks = self.observer.constraints.masks
@@ -359,8 +361,6 @@ class WorkerProcess:
             )
             if self.config.debug_poison:
                 engine.set_poison(_poison_of(runner))
-            if self.config.debug_faults:
-                plant(self.config.debug_faults, self._scheduler)
             if (read_memory := getattr(runner, "memory_bytes", None)) is not None:
                 self.observer.memory.read_from(read_memory)
             self._engine = engine
