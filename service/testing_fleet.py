@@ -147,8 +147,10 @@ class Fleet:
     ) -> None:
         self.running = running
         self.workers = list(workers)
-        self.generation = generation_pb2_grpc.GenerationServiceStub(channel)
-        self.cache = cache_pb2_grpc.CacheServiceStub(channel)
+        make: Any = generation_pb2_grpc.GenerationServiceStub
+        self.generation = make(channel)
+        make = cache_pb2_grpc.CacheServiceStub
+        self.cache = make(channel)
 
     @property
     def usable(self) -> list[str]:
