@@ -45,6 +45,10 @@ class EvictionPolicy(Protocol):
         """Takes out the leaf to evict next; None: there is none."""
         ...
 
+    def pop_all(self, count: int) -> list[int]:
+        """``pop`` so many times, for policies that need not hear of new leaves between; fewer: no more."""
+        ...
+
 
 class PageLists:
     """Doubly linked lists over page numbers: two arrays, the heads behind the pages."""
@@ -109,6 +113,19 @@ class PageLists:
         self._next[page] = self._prev[page] = page
         return page
 
+    def pop_all(self, count: int) -> list[int]:
+        """Takes out the first ``count`` of the first list, or all there are."""
+        following, before, head = self._next, self._prev, self._base
+        found: list[int] = []
+        page = following[head]
+        while len(found) < count and page < head:
+            found.append(page)
+            after = following[page]
+            following[page] = before[page] = page
+            page = after
+        following[head], before[page] = page, head
+        return found
+
     def pages(self, which: int = 0) -> list[int]:
         """All pages of a list, head first; for tests and audits."""
         found, page = [], self._next[self._base + which]
@@ -148,6 +165,10 @@ class LeastRecentlyUsed:
     def pop(self) -> int | None:
         """See EvictionPolicy."""
         return self._lists.pop()
+
+    def pop_all(self, count: int) -> list[int]:
+        """See EvictionPolicy."""
+        return self._lists.pop_all(count)
 
 
 class _Buckets:
@@ -207,6 +228,10 @@ class LeastFrequentlyUsed:
         """Never called: it asks for more than use."""
         raise AssertionError(f"{len(pages)} pages added without their hits and depths")
 
+    def pop_all(self, count: int) -> list[int]:
+        """Never called: leaves come and go between two victims."""
+        raise AssertionError(f"{count} pages taken out at once")
+
     def hold(self, page: int) -> None:
         """See EvictionPolicy."""
         self._buckets.remove(page)
@@ -251,6 +276,10 @@ class FirstInFirstOut:
     def add_all(self, pages: Sequence[int]) -> None:
         """Never called: it asks for more than use."""
         raise AssertionError(f"{len(pages)} pages added without their hits and depths")
+
+    def pop_all(self, count: int) -> list[int]:
+        """Never called: leaves come and go between two victims."""
+        raise AssertionError(f"{count} pages taken out at once")
 
     def hold(self, page: int) -> None:
         """See EvictionPolicy."""
@@ -310,6 +339,10 @@ class CostAware:
     def add_all(self, pages: Sequence[int]) -> None:
         """Never called: it asks for more than use."""
         raise AssertionError(f"{len(pages)} pages added without their hits and depths")
+
+    def pop_all(self, count: int) -> list[int]:
+        """Never called: leaves come and go between two victims."""
+        raise AssertionError(f"{count} pages taken out at once")
 
     def hold(self, page: int) -> None:
         """See EvictionPolicy."""

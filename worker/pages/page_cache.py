@@ -126,18 +126,22 @@ class PageCache:
         self._evict(num_pages, array("H", (owner,)) * num_pages)
 
     def _evict(self, num_pages: int, owners: "array[int]") -> None:
-        policy = self._policy
-        victims = []
-        for _ in range(num_pages):
-            page = policy.pop()
-            assert page is not None, f"{num_pages} evictions, {self.pool.num_cached} pages were cached"
-            if not policy.is_by_use_alone:  # it must hear of a new leaf before it names the next
-                self._unindex(page, remember=True)
-            victims.append(page)
-        if victims and policy.is_by_use_alone:
-            self._index.evict(victims)
+        if self._policy.is_by_use_alone:
+            victims = self._policy.pop_all(num_pages)
+            if victims:
+                self._index.evict(victims)
+        else:
+            victims = [self._evict_one() for _ in range(num_pages)]
+        assert len(victims) == num_pages, f"{num_pages} evictions, {len(victims)} pages were cached"
         self.pool.unseal(victims, owners)
         self.num_capacity_evictions += num_pages
+
+    def _evict_one(self) -> int:
+        """The policy hears of a new leaf before it names the next page."""
+        page = self._policy.pop()
+        assert page is not None, f"no page to evict, {self.pool.num_cached} are cached"
+        self._unindex(page, remember=True)
+        return page
 
     def _unindex(self, page: int, remember: bool) -> None:
         parent = self._index.remove(page, remember)
@@ -174,6 +178,19 @@ class PageCache:
             self.pool.seal_run(
                 pages[: len(marks)], parent, marks, owner, raw[: self._page_bytes * len(marks)]
             )
+        return len(marks)
+
+    def seal_each(
+        self,
+        pages: Sequence[int],
+        aboves: Sequence[int | bytes],
+        owners: Sequence[int],
+        raws: Sequence[bytes],
+    ) -> int:
+        """``seal`` of pages of as many sequences, up to the first that is held already; how many."""
+        marks = self._index.insert_each(pages, aboves, raws)
+        if marks:
+            self.pool.seal_each(pages[: len(marks)], aboves, marks, owners, raws)
         return len(marks)
 
     # Operators.

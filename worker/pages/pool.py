@@ -132,8 +132,7 @@ class PagePool:
 
     def unreferenced(self, pages: Sequence[int]) -> int:
         """How many of ``pages`` are CACHED: taking them makes as many fewer available (B011)."""
-        states = self._states
-        return sum([states[page] == CACHED for page in pages])
+        return list(map(self._states.__getitem__, pages)).count(CACHED)
 
     def planes(self) -> Planes:
         """Copies of all columns."""
@@ -196,9 +195,9 @@ class PagePool:
         if revived:
             owners = self._same(owner, revived)
             self._change(PageEventKind.REVIVED, revived, owners, delta=1, state=ACTIVE, tag=tag)
+        if self.events.is_kept:
             for page in revived:
                 self._owners[page] = owner
-        if self.events.is_kept:
             for page in pages:
                 used[page] = now
         if is_hit:
@@ -222,15 +221,15 @@ class PagePool:
         if self.events.is_kept:
             for page in pages:
                 used[page] = now
-        unused = [page for page in pages if not refs[page]]
-        kept = [page for page in unused if flags[page] & SEALED]
-        pinned = [page for page in kept if flags[page] & PINNED]
-        cached = [page for page in kept if not flags[page] & PINNED] if pinned else kept
+        cached, pinned, lost = list[int](), list[int](), list[int]()
+        by_flags = {SEALED: cached, SEALED | PINNED: pinned, 0: lost, PINNED: lost}
+        for page in pages:
+            if not refs[page]:
+                by_flags[flags[page]].append(page)
         for some, state in ((cached, CACHED), (pinned, HELD)):
             if some:
                 self._change(PageEventKind.CACHED, some, self._same(owner, some), state=state)
-        if len(kept) < len(unused):
-            lost = [page for page in unused if not flags[page] & SEALED]
+        if lost:
             self._free_pages(lost, self._same(owner, lost))
         return cached
 
@@ -262,12 +261,31 @@ class PagePool:
                 parent = page
             return
         assert parent is None or self._flags[parent] & SEALED, f"parent {parent} of {pages} is not sealed"
+        self._seal_unwatched(pages)
+
+    def seal_each(
+        self,
+        pages: Sequence[int],
+        aboves: Sequence[int | bytes],
+        fingerprints: Sequence[int],
+        owners: Sequence[int],
+        raws: Sequence[bytes],
+    ) -> None:
+        """``seal`` of pages that have nothing to do with each other; ``aboves``: parents, or salts."""
+        if not self.events.is_kept:
+            self._seal_unwatched(pages)
+            return
+        for page, above, mark, owner, raw in zip(pages, aboves, fingerprints, owners, raws, strict=False):
+            self.seal(page, None if isinstance(above, bytes) else above, mark, owner, raw)
+
+    def _seal_unwatched(self, pages: Sequence[int]) -> None:
+        states, flags, hits = self._states, self._flags, self._hits
         for page in pages:
-            assert self._states[page] == ACTIVE, f"page {page} sealed in state {self._states[page]}"
-            assert not self._flags[page], f"page {page} sealed with flags {self._flags[page]}"
-            self._flags[page] = SEALED
-            self._hits[page] = 0
-        self._change(PageEventKind.SEALED, pages, (owner,))
+            assert states[page] == ACTIVE, f"page {page} sealed in state {states[page]}"
+            assert not flags[page], f"page {page} sealed with flags {flags[page]}"
+            flags[page] = SEALED
+            hits[page] = 0
+        self._change(PageEventKind.SEALED, pages, ())
 
     def unseal(self, pages: Sequence[int], owners: Sequence[int]) -> None:
         """``pages`` left the prefix index, each for its owner or, 0, by a flush; FREE if unreferenced."""
@@ -275,15 +293,16 @@ class PagePool:
         for page in pages:
             assert flags[page] == SEALED, f"page {page} evicted with flags {flags[page]}"
             flags[page] = 0
-            parents[page] = NO_PAGE
-            marks[page] = hits[page] = 0
+        if self.events.is_kept:
+            for page in pages:
+                parents[page] = NO_PAGE
+                marks[page] = hits[page] = 0
         self._change(PageEventKind.EVICTED, pages, owners)
-        refs = self._refs
-        unused = [at for at, page in enumerate(pages) if not refs[page]]
-        if len(unused) == len(pages):
+        if not any(map(self._refs.__getitem__, pages)):
             self._free_pages(pages, owners)
-        elif unused:
-            self._free_pages([pages[at] for at in unused], [owners[at] for at in unused])
+            return
+        unused = [at for at, page in enumerate(pages) if not self._refs[page]]
+        self._free_pages([pages[at] for at in unused], [owners[at] for at in unused])
 
     def copied(self, target: int, source: int, owner: int) -> None:
         """``target`` gets the content of ``source`` in the step that is being planned."""
@@ -307,10 +326,13 @@ class PagePool:
         return is_cached
 
     def _free_pages(self, pages: Sequence[int], owners: Sequence[int]) -> None:
+        if not pages:
+            return
         self._change(PageEventKind.FREED, pages, owners, state=FREE)
         mine, page_size = self._owners, self.page_size
-        for page in pages:
-            mine[page] = 0
+        if self.events.is_kept:
+            for page in pages:
+                mine[page] = 0
         self._free.extend([page * page_size for page in pages])
 
     def _change(
@@ -350,9 +372,8 @@ class PagePool:
             after_all = array("H", [refs[page] for page in pages])
             self.events.extend(kind, array("I", pages), array("H", owners), after_all, tag)
 
-    @staticmethod
-    def _same(owner: int, pages: Sequence[int]) -> "array[int]":
-        return array("H", (owner,)) * len(pages)
+    def _same(self, owner: int, pages: Sequence[int]) -> Sequence[int]:
+        return array("H", (owner,)) * len(pages) if self.events.is_kept else ()
 
     def check(self, window: range | None = None) -> list[Violation]:
         """Invariants of the pool alone: totals, and page by page those in ``window``; None: all pages."""

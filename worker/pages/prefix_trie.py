@@ -7,7 +7,7 @@ Equality is that of token ids; no hash is trusted. A node is one whole page, so 
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +30,8 @@ class MissCounts:
 class PrefixIndex(Protocol):
     """Which page holds which prefix. Two strategies: PrefixTrie, and NoSharing that never finds anything."""
 
+    version: int  # another one with each page that enters or leaves: what ``match`` found holds until then
+
     def match(self, tokens: "array[int]", salt: bytes, max_pages: int) -> list[int]:
         """Pages of the longest known prefix of ``tokens``, at most ``max_pages``; touches nothing."""
         ...
@@ -46,6 +48,15 @@ class PrefixIndex(Protocol):
         """``insert`` of consecutive pages, up to the first that is held by another; their fingerprints.
 
         ``raw``: the tokens of all ``pages``.
+        """
+        ...
+
+    def insert_each(
+        self, pages: Sequence[int], aboves: Sequence[int | bytes], raws: Sequence[bytes]
+    ) -> list[int]:
+        """``insert`` of pages of as many sequences, up to the first that is held by another.
+
+        ``aboves``: the parent of each, or the salt above a first page. Returns their fingerprints.
         """
         ...
 
@@ -102,15 +113,23 @@ class EvictedPrefixes:
 
     def add(self, fingerprint: int) -> None:
         """Remembers one, forgetting the oldest."""
-        if not self._ring:
+        self.add_all((fingerprint,))
+
+    def add_all(self, fingerprints: Iterable[int]) -> None:
+        """Remembers each, forgetting as many of the oldest."""
+        at, places, ring, capacity = self._next, self._places, self._ring, len(self._ring)
+        if not capacity:
             return
-        at, places = self._next, self._places
-        oldest = self._ring[at]
-        if places.get(oldest) == at:
-            del places[oldest]
-        self._ring[at] = fingerprint
-        places[fingerprint] = at
-        self._next = (at + 1) % len(self._ring)
+        for fingerprint in fingerprints:
+            oldest = ring[at]
+            if places.get(oldest) == at:
+                del places[oldest]
+            ring[at] = fingerprint
+            places[fingerprint] = at
+            at += 1
+            if at == capacity:
+                at = 0
+        self._next = at
 
     def discard(self, fingerprint: int) -> None:
         """It is cached again."""
@@ -127,6 +146,8 @@ class PrefixTrie:
     def __init__(
         self, num_pages: int, page_size: int, fingerprints: Fingerprinter, num_remembered: int
     ) -> None:
+        self.version = 0
+        self._page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._fingerprinter = fingerprints
         self._pages: dict[Key, int] = {}
@@ -139,18 +160,14 @@ class PrefixTrie:
     def __len__(self) -> int:
         return len(self._pages)
 
-    def _split(self, tokens: "array[int]", num_pages: int) -> Iterator[bytes]:
-        size = self._page_bytes
-        raw = tokens[: num_pages * (size // TOKEN_BYTES)].tobytes()
-        return iter([raw[at : at + size] for at in range(0, len(raw) - size + 1, size)])
-
     def match(self, tokens: "array[int]", salt: bytes, max_pages: int) -> list[int]:
         """See PrefixIndex."""
         found: list[int] = []
-        find = self._pages.get
+        find, size = self._pages.get, self._page_bytes
         above: int | bytes = salt
-        for token_bytes in self._split(tokens, max_pages):
-            page = find((above, token_bytes))
+        raw = tokens[: max_pages * self._page_size].tobytes()
+        for at in range(0, len(raw) - size + 1, size):
+            page = find((above, raw[at : at + size]))
             if page is None:
                 break
             found.append(page)
@@ -166,22 +183,21 @@ class PrefixTrie:
         num_missing = max_pages - len(matched)
         if num_missing <= 0 or not len(self._evicted):
             return MissCounts(max(num_missing, 0), 0)
-        above = self._parent_print(matched[-1] if matched else None, salt)
-        num_evicted = 0
-        for number, token_bytes in enumerate(self._split(tokens, max_pages)):
-            if number < len(matched):
-                continue
-            mark = self._fingerprinter.of_page(above, token_bytes)
+        above = self._print_of(matched[-1] if matched else salt)
+        num_evicted, size = 0, self._page_size
+        for at in range(len(matched) * size, min(max_pages * size, len(tokens) - size + 1), size):
+            mark = self._fingerprinter.of_page(above, tokens[at : at + size].tobytes())
             if mark not in self._evicted:
                 break
             num_evicted += 1
             above = mark.to_bytes(8, "little")
         return MissCounts(num_missing - num_evicted, num_evicted)
 
-    def _parent_print(self, parent: int | None, salt: bytes) -> bytes:
-        if parent is None:
-            return self._fingerprinter.of_salt(salt)
-        return self._prints[parent].to_bytes(8, "little")
+    def _print_of(self, above: int | bytes) -> bytes:
+        """What stands for the page above, or for the salt."""
+        if isinstance(above, bytes):
+            return self._fingerprinter.of_salt(above)
+        return self._prints[above].to_bytes(8, "little")
 
     def insert(self, page: int, parent: int | None, salt: bytes, token_bytes: bytes) -> int:
         """See PrefixIndex."""
@@ -191,9 +207,10 @@ class PrefixTrie:
             return known
         assert self._keys[page] is None, f"page {page} would stand in two nodes: {self._keys[page]}, {key}"
         assert len(token_bytes) == self._page_bytes, f"page {page} is not full: {len(token_bytes)} bytes"
+        self.version += 1
         self._pages[key] = page
         self._keys[page] = key
-        mark = self._fingerprinter.of_page(self._parent_print(parent, salt), token_bytes)
+        mark = self._fingerprinter.of_page(self._print_of(key[0]), token_bytes)
         self._prints[page] = mark
         if parent is None:
             self._depths[page] = 1
@@ -209,8 +226,9 @@ class PrefixTrie:
         children, size, of_page = self._num_children, self._page_bytes, self._fingerprinter.of_page
         assert len(raw) == len(pages) * size, f"{len(pages)} pages are not full: {len(raw)} bytes"
         above: int | bytes = salt if parent is None else parent
-        mark_above = self._parent_print(parent, salt)
+        mark_above, discard = self._print_of(above), self._evicted.discard
         depth = 0 if parent is None else depths[parent]
+        self.version += 1
         marks: list[int] = []
         for at, page in enumerate(pages):
             token_bytes = raw[at * size : (at + 1) * size]
@@ -224,33 +242,64 @@ class PrefixTrie:
             depths[page] = depth
             if parent is not None:
                 children[parent] += 1
-            self._evicted.discard(mark)
+            discard(mark)
             marks.append(mark)
             mark_above = mark.to_bytes(8, "little")
             above = parent = page
         return marks
 
+    def insert_each(
+        self, pages: Sequence[int], aboves: Sequence[int | bytes], raws: Sequence[bytes]
+    ) -> list[int]:
+        """See PrefixIndex."""
+        known, keys, prints, depths = self._pages, self._keys, self._prints, self._depths
+        children, size, of_page = self._num_children, self._page_bytes, self._fingerprinter.of_page
+        discard = self._evicted.discard
+        self.version += 1
+        marks: list[int] = []
+        for page, above, raw in zip(pages, aboves, raws, strict=True):
+            key: Key = (above, raw)
+            if key in known:
+                break
+            assert keys[page] is None, f"page {page} would stand in two nodes: {keys[page]}, {key}"
+            assert len(raw) == size, f"page {page} is not full: {len(raw)} bytes"
+            known[key], keys[page] = page, key
+            if isinstance(above, bytes):
+                mark_above = self._fingerprinter.of_salt(above)
+                depths[page] = 1
+            else:
+                mark_above = prints[above].to_bytes(8, "little")
+                depths[page] = depths[above] + 1
+                children[above] += 1
+            prints[page] = mark = of_page(mark_above, raw)
+            discard(mark)
+            marks.append(mark)
+        return marks
+
     def evict(self, pages: Sequence[int]) -> None:
         """See PrefixIndex."""
         known, keys, prints, depths = self._pages, self._keys, self._prints, self._depths
-        children, remember = self._num_children, self._evicted.add
+        children, marks = self._num_children, list[int]()
+        self.version += 1
         for page in pages:
             key = keys[page]
             assert key is not None, f"page {page} is not in the index"
             assert not children[page], f"page {page} has {children[page]} children"
             del known[key]
             keys[page] = None
-            remember(prints[page])
+            marks.append(prints[page])
             prints[page] = depths[page] = 0
             above = key[0]
             if not isinstance(above, bytes):
                 children[above] -= 1
+        self._evicted.add_all(marks)
 
     def remove(self, page: int, remember: bool) -> int | None:
         """See PrefixIndex."""
         key = self._keys[page]
         assert key is not None, f"page {page} is not in the index"
         assert not self._num_children[page], f"page {page} has {self._num_children[page]} children"
+        self.version += 1
         del self._pages[key]
         self._keys[page] = None
         if remember:
@@ -325,6 +374,8 @@ class PrefixTrie:
 class NoSharing:
     """The strategy without a cache: nothing is found, nothing is kept. Same interface as PrefixTrie."""
 
+    version = 0
+
     def match(self, tokens: "array[int]", salt: bytes, max_pages: int) -> list[int]:
         """Nothing."""
         return []
@@ -338,6 +389,12 @@ class NoSharing:
         raise AssertionError(f"page {page} sealed without a prefix index")
 
     def insert_run(self, pages: Sequence[int], parent: int | None, salt: bytes, raw: bytes) -> list[int]:
+        """Never called, as insert."""
+        raise AssertionError(f"pages {pages} sealed without a prefix index")
+
+    def insert_each(
+        self, pages: Sequence[int], aboves: Sequence[int | bytes], raws: Sequence[bytes]
+    ) -> list[int]:
         """Never called, as insert."""
         raise AssertionError(f"pages {pages} sealed without a prefix index")
 

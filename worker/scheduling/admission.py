@@ -10,7 +10,7 @@ from worker.pages.page_cache import Lookup
 from worker.scheduling.books import Books
 from worker.scheduling.output import PrefixCounts, SequenceStart
 from worker.scheduling.request import AddOutcome, AddStatus, RequestSpec
-from worker.scheduling.sequence import Place, Request, Sequence
+from worker.scheduling.sequence import NOTHING_KNOWN, Place, Request, Sequence
 from worker.scheduling.timers import TimerKind
 from worker.stats import WaitReason
 
@@ -121,10 +121,19 @@ class Admission:
         """What it would take now."""
         books = self._books
         spec = sequence.request.spec
-        lookup = books.cache.lookup(sequence.tokens, spec.cache_salt, self.max_hit_pages(sequence))
+        lookup = self._look_up(sequence, spec.cache_salt)
         fresh = books.cache.pages_for(sequence.num_final_tokens) - len(lookup.pages)
         num_siblings = sequence.request.num_live - 1 if sequence.request.admit_time is None else 0
         return Need(lookup, fresh, num_siblings)
+
+    def _look_up(self, sequence: Sequence, salt: bytes) -> Lookup:
+        """What the cache has of it. Asked when it comes and when it is let in, mostly of the same index."""
+        cache, most = self._books.cache, self.max_hit_pages(sequence)
+        version, known_most, pages = sequence.known_prefix
+        if version != cache.index.version or known_most != most:
+            pages = cache.index.match(sequence.tokens, salt, most)
+            sequence.known_prefix = (cache.index.version, most, pages)
+        return Lookup(pages, cache.pool.unreferenced(pages) if pages else 0)
 
     def why_not(self, sequence: Sequence, room: int, promised: int) -> tuple[WaitReason, Need | None]:
         """Whether it can be admitted now; ``room``: available pages, ``promised``: to running prompts."""
@@ -194,6 +203,7 @@ class Admission:
         """References the pages that were found; they need not be computed."""
         books = self._books
         sequence.looked_up = True
+        sequence.known_prefix = NOTHING_KNOWN
         if not lookup.pages:
             return
         books.take_pages(sequence, lookup.pages, is_hit=True)

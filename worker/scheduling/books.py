@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from worker.ids import Owner, Row, SequenceId
+from worker.ids import Owner, SequenceId
 from worker.pages.page_cache import PageCache
 from worker.scheduling.decode_batch import DecodeBatch, DecodeSpans
 from worker.scheduling.outbox import Outbox
 from worker.scheduling.output import BillCounters, FailureReason, FinishCode, SequenceEnd
 from worker.scheduling.ranked import RankedSequences
 from worker.scheduling.rows import Rows
-from worker.scheduling.sequence import NO_ROW, Place, Request, Sequence
+from worker.scheduling.sequence import NO_OWNER, NO_ROW, Place, Request, Sequence
 from worker.scheduling.settings import SchedulerConfig
 from worker.scheduling.step import Step
 from worker.scheduling.timers import Timers
@@ -192,8 +192,8 @@ class Books:
         self.cache.release(held.pages, held.owner)
         if held.sequence is not None:
             self.rows.give_back(held.sequence.row, held.owner)
-            held.sequence.row = Row(NO_ROW)
-            held.sequence.owner = Owner(0)
+            held.sequence.row = NO_ROW
+            held.sequence.owner = NO_OWNER
 
     def release_held(self, committed: int) -> None:
         """Step ``committed`` is over."""

@@ -62,13 +62,13 @@ class Committer:
             append(token_id)
         self._books.totals.output_tokens += len(kept.tokens)
         codes = bytearray(len(kept.tokens))
-        ended: list[tuple[int, Sequence]] = []
+        ended: list[tuple[FinishCode, Sequence]] = []
         if spans.last or not spans.stop_ids.isdisjoint(kept.tokens):
-            ended = self._find_ends(kept.sequences, kept.tokens, spans, codes)
+            ended = self._find_ends(kept, spans, codes)
         self._books.outbox.add_tokens(kept.groups, kept.tokens, codes, kept.logprobs)
         self._seal_full(spans.filling, record, failed)
-        for at, sequence in ended:
-            self._books.end(sequence, FinishCode(codes[at]), with_token=True)
+        for code, sequence in ended:
+            self._books.end(sequence, code, with_token=True)
         for sequence, span in failed:
             self._fail(sequence, result, span)
 
@@ -98,21 +98,25 @@ class Committer:
         )
 
     def _find_ends(
-        self,
-        sequences: list[Sequence],
-        tokens: Column[int],
-        spans: DecodeSpans,
-        codes: bytearray,
-    ) -> list[tuple[int, Sequence]]:
-        """Who ends with this token, by index; writes the codes."""
+        self, kept: _Kept, spans: DecodeSpans, codes: bytearray
+    ) -> list[tuple[FinishCode, Sequence]]:
+        """Who ends with this token, in order, and why; writes the codes."""
+        sequences, tokens = kept.sequences, kept.tokens
+        if sequences is spans.sequences and spans.stop_ids.isdisjoint(tokens):
+            places = sorted(spans.last_at)
+        else:
+            at_limit, stop_ids = set(spans.last), spans.stop_ids
+            places = [
+                at
+                for at, (sequence, token_id) in enumerate(zip(sequences, tokens, strict=True))
+                if token_id in stop_ids or sequence in at_limit
+            ]
         ended = []
-        at_limit, stop_ids = set(spans.last), spans.stop_ids
-        for at, (sequence, token_id) in enumerate(zip(sequences, tokens, strict=True)):
-            if token_id in stop_ids or sequence in at_limit:
-                code = self._finish_code(sequence, token_id)
-                if code:
-                    codes[at] = code
-                    ended.append((at, sequence))
+        for at in places:
+            code = self._finish_code(sequences[at], tokens[at])
+            if code:
+                codes[at] = code
+                ended.append((code, sequences[at]))
         return ended
 
     @staticmethod
@@ -210,8 +214,8 @@ class Committer:
         books.mark(sequence, len(sequence.pages))
         books.totals.output_tokens += 1
         code = self._finish_code(sequence, token_id)
-        logprobs = {0: result.logprobs[at]} if at in result.logprobs else {}
-        books.outbox.add_tokens(group_by_source([sequence]), [token_id], bytearray((code,)), logprobs)
+        source = sequence.request.spec.source
+        books.outbox.add_token(source, sequence.id, token_id, code, result.logprobs.get(at))
         if code:
             books.end(sequence, code, with_token=True)
 

@@ -41,6 +41,7 @@ class DecodeSpans:
     ends: "array[int]"  # 'i': starts + 1
     filling: list[Sequence]  # their page is full once this step is computed
     last: list[Sequence]  # their last token by length; no longer in the batch
+    last_at: list[int]  # where those stand in the columns
     groups: list[SourceGroup]
     stop_ids: frozenset[int]  # of all members together
 
@@ -142,7 +143,7 @@ class DecodeBatch:
 
     def advance(self) -> DecodeSpans:
         """The spans of the next step; all members move on, those that are done by length leave."""
-        starts = self.starts
+        starts, last = self.starts, list(self._lasts.pop(self._tick, ()))
         spans = DecodeSpans(
             sequences=self.sequences,
             sequence_ids=self._sequence_ids,
@@ -151,21 +152,26 @@ class DecodeBatch:
             starts=starts,
             ends=array("i", [start + 1 for start in starts]),
             filling=list(self._edges[(self._tick + 1) % self._page_size]),
-            last=list(self._lasts.pop(self._tick, ())),
+            last=last,
+            last_at=[sequence.batch_index for sequence in last],
             groups=self._source_groups(),
             stop_ids=self._all_stop_ids(),
         )
         self._tick += 1
         self.starts = spans.ends
         self._shared = True
-        for sequence in spans.last:
+        for sequence in last:
             self.remove(sequence)
             sequence.place = Place.LAST
         return spans
 
     def _source_groups(self) -> list[SourceGroup]:
         if self._groups is None:
-            self._groups = group_by_source(self.sequences, len(self._sources))
+            if len(self._sources) == 1:
+                ids = array("Q", self._sequence_ids)
+                self._groups = [SourceGroup(next(iter(self._sources)), None, ids)]
+            else:
+                self._groups = group_by_source(self.sequences)
         return self._groups
 
     def _all_stop_ids(self) -> frozenset[int]:
@@ -196,13 +202,8 @@ def _fill_gap(column: MutableSequence[T], at: int) -> None:
         column[at] = moved
 
 
-def group_by_source(sequences: list[Sequence], num_sources: int = 0) -> list[SourceGroup]:
-    """Sequences by service, in order; ``num_sources``: how many services there are, where known."""
-    if not sequences:
-        return []
-    if num_sources == 1:
-        ids = array("Q", [sequence.id for sequence in sequences])
-        return [SourceGroup(sequences[0].request.spec.source, None, ids)]
+def group_by_source(sequences: list[Sequence]) -> list[SourceGroup]:
+    """Sequences by service, in order."""
     by_source: dict[str, list[int]] = {}
     for at, sequence in enumerate(sequences):
         by_source.setdefault(sequence.request.spec.source, []).append(at)

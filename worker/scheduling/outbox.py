@@ -48,6 +48,17 @@ class Outbox:
                     if at in logprobs:
                         columns.logprobs[first + place] = logprobs[at]
 
+    def add_token(
+        self, source: str, sequence_id: SequenceId, token_id: int, code: int, logprob: TokenLogprob | None
+    ) -> None:
+        """One token of one sequence."""
+        columns = self.of(source)
+        if logprob is not None:
+            columns.logprobs[len(columns.sequence_ids)] = logprob
+        columns.sequence_ids.append(sequence_id)
+        columns.token_ids.append(token_id)
+        columns.finish_codes.append(code)
+
     def add_start(self, source: str, start: SequenceStart) -> None:
         """A request was admitted."""
         self.of(source).starts.append(start)

@@ -181,10 +181,11 @@ class Planner:
                 self.blocked[sequence] = sequence.wait_reason = reason
                 at += 1
                 continue
-            if any(passed.skips >= config.max_skips for passed in self.blocked):
-                break
-            for passed in self.blocked:
-                passed.skips += 1
+            if self.blocked:
+                if any(passed.skips >= config.max_skips for passed in self.blocked):
+                    break
+                for passed in self.blocked:
+                    passed.skips += 1
             self._admission.admit(sequence, need, now)
             budget -= self._take_piece(plan, sequence, budget, not len(books.queue))
             promised += self._promise(plan, sequence) + need.siblings

@@ -18,7 +18,10 @@ from worker.scheduling.request import RequestSpec
 from worker.scheduling.step import TokenLogprob
 from worker.stats import SequenceState, WaitReason
 
-NO_ROW = -1
+NO_ROW = Row(-1)
+NO_OWNER = Owner(0)
+NO_IDS: frozenset[int] = frozenset()
+NOTHING_KNOWN: tuple[int, int, list[int]] = (-1, 0, [])
 
 Rank = tuple[float, int]
 """Smaller goes first: arrival less what its priority is worth, then number of arrival. Never changes,
@@ -122,6 +125,7 @@ class Sequence:
         "edge",
         "eos_ids",
         "id",
+        "known_prefix",
         "last_step",
         "last_tick",
         "limit",
@@ -156,16 +160,18 @@ class Sequence:
         self.request = request
         self.rank = rank
         self.tokens = array("I", spec.prompt_token_ids)  # prompt, then committed output
-        self.tokens.extend(array("I", spec.resume_token_ids))
+        if spec.resume_token_ids:
+            self.tokens.extend(array("I", spec.resume_token_ids))
         self.append: Callable[[int], None] = self.tokens.append
         self.num_prompt = len(spec.prompt_token_ids)
         self.limit = limit  # tokens, prompt and output, at which it ends
-        self.eos_ids = eos_token_ids if spec.params.stop_at_eos else frozenset[int]()
-        self.stop_ids = self.eos_ids | spec.params.stop_token_ids
+        self.eos_ids = eos_token_ids if spec.params.stop_at_eos else NO_IDS
+        stops = spec.params.stop_token_ids
+        self.stop_ids = self.eos_ids | stops if stops else self.eos_ids
         self.state = SequenceState.WAITING
         self.place = Place.QUEUE
-        self.owner = Owner(0)
-        self.row = Row(NO_ROW)
+        self.owner = NO_OWNER
+        self.row = NO_ROW
         self.pages: list[int] = []  # in token order
         self.num_sealed = 0  # leading pages that stand in the prefix index
         self.can_seal = spec.cache_write
@@ -174,6 +180,8 @@ class Sequence:
         self.num_written = 0  # leading pages that are in the row, as of the last step planned
         self.started = False  # the runner knows the row
         self.looked_up = False
+        # What the last look-up found, for which version of the index and how many pages at most.
+        self.known_prefix = NOTHING_KNOWN
         self.copy_source: int | None = None  # page that holds the rest of the prompt; referenced
         self.last_step = 0  # last step it was planned in; not kept up in the batch
         self.batch_index = -1

@@ -4,6 +4,7 @@ Decides nothing any more. What is in a step counts as in flight from here on.
 """
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 
 from worker.ids import Owner, PageId
@@ -83,8 +84,9 @@ class StepBuilder:
         num_evicted = max(0, len(plan.owners) - books.cache.pool.num_free)
         pages = books.cache.allocate(plan.owners)
         assert pages is not None, f"{len(plan.owners)} pages planned, {books.cache.num_available} available"
-        for owner in plan.owners[len(plan.owners) - num_evicted :]:
-            books.by_owner[Owner(owner)].request.evictions_caused += 1
+        if num_evicted:
+            for owner, count in Counter(plan.owners[-num_evicted:]).items():
+                books.by_owner[Owner(owner)].request.evictions_caused += count
         self._write_exchanged(writes)
         self._extend_batch(plan, pages, writes)
         copies = []

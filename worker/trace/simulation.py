@@ -10,7 +10,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, count, repeat
+from itertools import accumulate, chain, count, repeat
 
 from worker.ids import SequenceId
 from worker.pages.page_cache import CacheConfig
@@ -39,9 +39,8 @@ class Prepared:
     """A request in units, with the ids that stand for its tokens; the same for all settings."""
 
     request: TraceRequest
-    prompt: "array[int]"  # 'I'
+    spec: RequestSpec
     outputs: Sequence["array[int]"]  # one per sample
-    params: SamplingParams
 
 
 def prepare(trace: Trace, resolution: int = 1) -> list[Prepared]:
@@ -49,10 +48,14 @@ def prepare(trace: Trace, resolution: int = 1) -> list[Prepared]:
     if trace.granularity % resolution:
         text = f"does not divide keys at every {trace.granularity} tokens"
         raise ValueError(f"a resolution of {resolution} tokens {text}")
-    return [_prepared(trace, request, resolution) for request in trace.requests]
+    first_ids = accumulate([len(request.outputs) for request in trace.requests], initial=1)
+    return [
+        _prepared(trace, request, resolution, SequenceId(first))
+        for request, first in zip(trace.requests, first_ids, strict=False)
+    ]
 
 
-def _prepared(trace: Trace, request: TraceRequest, resolution: int) -> Prepared:
+def _prepared(trace: Trace, request: TraceRequest, resolution: int, first: SequenceId) -> Prepared:
     num_prompt = prompt_units(request, resolution)
     lengths = [output_units(request, sample, resolution) for sample in range(len(request.outputs))]
     longest = max(1, *lengths)
@@ -67,9 +70,16 @@ def _prepared(trace: Trace, request: TraceRequest, resolution: int) -> Prepared:
         if 0 < len(own) < longest:
             own[-1] = STOP_TOKEN
     stops = _STOPS if len(outputs) > 1 else frozenset[int]()
-    return Prepared(
-        request, whole[0][:num_prompt], outputs, SamplingParams(max_tokens=longest, stop_token_ids=stops)
+    spec = RequestSpec(
+        first,
+        whole[0][:num_prompt],
+        SamplingParams(max_tokens=longest, stop_token_ids=stops),
+        sample_count=len(outputs),
+        priority=request.priority,
+        cache_read=request.cache_read,
+        cache_write=request.cache_write,
     )
+    return Prepared(request, spec, outputs)
 
 
 class Cancelled(Exception):
@@ -114,7 +124,6 @@ class Simulation:
         self._whole: set[int] = set()  # live ones whose end is known
         self._uncounted: set[int] = set()  # live ones that were admitted before the trace begins
         self._cuts: list[tuple[float, int]] = []  # heap: when sequences without output were ended
-        self._next_id = 1
         self._num_turns = 0
         self._looked = 0.0
 
@@ -147,23 +156,13 @@ class Simulation:
             self.scheduler.abort(due, AbortReason.CLIENT, now)
 
     def _add(self, coming: Prepared) -> None:
-        request, first = coming.request, self._next_id
-        self._next_id += len(coming.outputs)
-        spec = RequestSpec(
-            SequenceId(first),
-            coming.prompt,
-            coming.params,
-            sample_count=len(coming.outputs),
-            priority=request.priority,
-            cache_read=request.cache_read,
-            cache_write=request.cache_write,
-        )
+        request, spec, first = coming.request, coming.spec, coming.spec.sequence_id
         if not (self._may_fit(request) and self._is_accepted(spec)):
             self.counts.num_refused += self._now >= self._count_from
             return
         if not request.is_counted:
             self._uncounted.add(first)
-        self._excess[first] = len(coming.prompt) * self._resolution - request.num_prompt
+        self._excess[first] = len(spec.prompt_token_ids) * self._resolution - request.num_prompt
         for sequence_id, own, output in zip(count(first), coming.outputs, request.outputs, strict=False):
             if not output.is_cut:
                 self._whole.add(sequence_id)
