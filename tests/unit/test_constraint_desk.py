@@ -1,0 +1,136 @@
+"""Requests that wait until their constraint is compiled: each is answered once, and ends once."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvatlas.constraints.compiler import Compiled, Compiler, TokenTable
+from kvatlas.constraints.text import ConstraintText
+from kvatlas.models.text_vocabulary import toy_vocabulary
+from worker.ids import SequenceId
+from worker.link.constraint_desk import ConstraintDesk
+from worker.messages import Abort, AddAnswer, AddRequest
+from worker.scheduling.request import AbortReason, AddStatus, RequestSpec
+from worker.scheduling.sampling import SamplingParams
+
+DIGITS = ConstraintText("regex", r"\d+")
+Wait = Callable[..., None]
+
+
+class SlowCompiler(Compiler):
+    """Compiles when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: TokenTable.of(toy_vocabulary(512), {257}), 512)
+        self.gate = threading.Event()
+
+    def compile(self, constraint: ConstraintText) -> Compiled:
+        assert self.gate.wait(60)
+        return super().compile(constraint)
+
+
+class Stand:
+    """A desk, and what came out of it."""
+
+    def __init__(self, max_waiting: int = 8) -> None:
+        self.compiler = SlowCompiler()
+        self.commands: list[AddRequest | Abort] = []
+        self.answers: list[AddAnswer] = []
+        self.desk = ConstraintDesk(
+            self.compiler,
+            to_engine=self.commands.append,
+            answer=self.answers.append,
+            max_waiting=max_waiting,
+        )
+
+    def added(self) -> list[int]:
+        return [command.spec.sequence_id for command in self.commands if isinstance(command, AddRequest)]
+
+
+@pytest.fixture
+def stand() -> Iterator[Stand]:
+    made = Stand()
+    yield made
+    made.compiler.gate.set()
+    made.desk.close()
+
+
+def spec(number: int, source: str = "a", samples: int = 1) -> RequestSpec:
+    return RequestSpec(SequenceId(number), [1], SamplingParams(), sample_count=samples, source=source)
+
+
+def test_a_request_goes_on_with_its_constraint_compiled(stand: Stand, wait_until: Wait) -> None:
+    stand.desk.take(spec(1), DIGITS)
+    assert stand.desk.is_busy
+    assert stand.commands == []
+    stand.compiler.gate.set()
+    wait_until(lambda: stand.commands, "the request is passed on")
+    (command,) = stand.commands
+    assert isinstance(command, AddRequest)
+    assert command.spec.params.constraint is stand.compiler.known(DIGITS)
+    wait_until(lambda: not stand.desk.is_busy, "nothing waits")
+
+
+def test_a_known_constraint_takes_no_other_thread(stand: Stand) -> None:
+    stand.compiler.gate.set()
+    stand.compiler.compile(DIGITS)
+    stand.compiler.gate.clear()
+    stand.desk.take(spec(1), DIGITS)
+    assert stand.added() == [1]
+
+
+def test_an_abort_of_one_that_waits_comes_behind_it(stand: Stand, wait_until: Wait) -> None:
+    stand.desk.take(spec(1, samples=3), DIGITS)
+    stand.desk.abort([SequenceId(2)], AbortReason.CLIENT)
+    stand.desk.abort([SequenceId(77)], AbortReason.CLIENT)
+    stand.compiler.gate.set()
+    wait_until(lambda: len(stand.commands) == 4, "the request and its abort")
+    assert [type(command) for command in stand.commands] == [Abort, Abort, AddRequest, Abort]
+    last = stand.commands[-1]
+    assert isinstance(last, Abort)
+    assert list(last.sequence_ids) == [2]
+
+
+def test_what_waits_of_a_service_that_left_is_forgotten(stand: Stand, wait_until: Wait) -> None:
+    stand.desk.take(spec(1, "gone"), DIGITS)
+    stand.desk.take(spec(2, "here"), DIGITS)
+    stand.desk.drop("gone")
+    stand.compiler.gate.set()
+    wait_until(lambda: not stand.desk.is_busy, "nothing waits")
+    assert (stand.added(), stand.answers) == ([2], [])
+
+
+def test_a_constraint_that_does_not_compile_is_answered(stand: Stand, wait_until: Wait) -> None:
+    stand.compiler.gate.set()
+    stand.desk.take(spec(1), ConstraintText("regex", "("))
+    wait_until(lambda: stand.answers, "the answer")
+    (answer,) = stand.answers
+    assert (answer.sequence_id, answer.outcome.status) == (1, AddStatus.INVALID)
+    assert "unclosed group" in answer.outcome.message
+    assert stand.commands == []
+    assert not stand.desk.is_busy
+
+
+def test_a_compiler_that_breaks_costs_one_request(stand: Stand, wait_until: Wait) -> None:
+    def broken(constraint: ConstraintText) -> Compiled:
+        raise KeyError("bug")
+
+    working, stand.compiler.compile = stand.compiler.compile, broken  # type: ignore[method-assign]
+    stand.desk.take(spec(1), DIGITS)
+    wait_until(lambda: stand.answers, "the answer")
+    assert stand.answers[0].outcome.message == "internal error"
+    stand.compiler.compile = working  # type: ignore[method-assign]
+    stand.compiler.gate.set()
+    stand.desk.take(spec(2), DIGITS)
+    wait_until(lambda: stand.added() == [2], "the next request")
+
+
+def test_more_than_may_wait_are_told_to_come_back(wait_until: Wait) -> None:
+    stand = Stand(max_waiting=2)
+    for number in range(4):
+        stand.desk.take(spec(number), ConstraintText("regex", "a" * (number + 1)))
+    assert [answer.outcome.status for answer in stand.answers] == [AddStatus.QUEUE_FULL] * 2
+    stand.compiler.gate.set()
+    wait_until(lambda: stand.added() == [0, 1] or stand.added() == [1, 0], "those that waited")
+    stand.desk.close()
