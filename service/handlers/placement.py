@@ -210,7 +210,9 @@ class Placement:
         self.resumes += 1
         self._metrics.resumes[move.reason].inc()
         self._metrics.resume_gap.observe(max(0.0, self._loop.time() - move.lost_at))
-        hit = start.prefix.hit_tokens if start.prefix is not None else 0
+        facts = self._pool.facts
+        # Not its prefix counts: those are of the prompt alone, and its output may be cached as well.
+        hit = start.reused_pages * facts.page_size if facts is not None else 0
         self._metrics.resume_hit.inc(hit)
         self._metrics.resume_computed.inc(max(0, move.num_tokens - hit))
         self._account.happened("moved", now, reason=move.reason.value, worker=self.worker_id)
