@@ -15,14 +15,12 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # tabs too
 class LineFormatter(logging.Formatter):
     """`time level=… logger=… message`, in UTC. `ending` names a field of the record that is put behind it."""
 
-    converter = time.gmtime
-    default_time_format = "%Y-%m-%dT%H:%M:%S"
-
     def __init__(self, ending: str = "") -> None:
         super().__init__(
             f"%(asctime)s.%(msecs)03dZ level=%(levelname)s logger=%(name)s %(message)s{ending}",
-            datefmt=self.default_time_format,
+            datefmt="%Y-%m-%dT%H:%M:%S",
         )
+        self.converter = time.gmtime
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line, without control characters."""
