@@ -142,6 +142,8 @@ def test_both_versions_of_reflection_describe_the_services(real_server: Any, pro
         ("generate.py", "page-seconds"),
         ("chat.py", "prompt tokens cached"),
         ("cancel.py", "0 pages in use"),
+        ("structured.py", "'rainy': "),
+        ("errors.py", "spec.sampling.temperature"),
     ],
 )
 def test_the_python_examples_run(real_server: Any, script: str, words: str) -> None:
