@@ -136,8 +136,14 @@ class Committer:
         if record.dead or failed:
             gone = record.dead.union([sequence for sequence, _ in failed])
             sequences = [sequence for sequence in sequences if sequence not in gone]
-        if self._has_index:
-            self._seal_each([sequence for sequence in sequences if sequence.can_seal])
+        if not self._has_index:
+            return
+        left = [sequence for sequence in sequences if sequence.can_seal]
+        while left:
+            count = self._seal_each(left)
+            if count < len(left):
+                self._seal(left[count])
+            left = left[count + 1 :]
 
     # Prompts.
     def _commit_prompts(self, record: InFlight, result: StepResult) -> None:
@@ -225,15 +231,15 @@ class Committer:
         self._books.end(sequence, FinishCode.FAILED, failure=reason, message=result.failed[span])
 
     # Pages.
-    def _seal_each(self, sequences: list[Sequence]) -> None:
-        """``_seal`` of those that have filled a page while they decode: one call as far as all are new."""
+    def _seal_each(self, sequences: list[Sequence]) -> int:
+        """``_seal`` in one call of those that have filled a page, up to the first that is not new; how many."""
         size, is_sealed = self._page_size, self._cache.pool.is_sealed
         pages: list[int] = []
         aboves: list[int | bytes] = []
         raws: list[bytes] = []
         for sequence in sequences:
             index, own, tokens = sequence.num_sealed, sequence.pages, sequence.tokens
-            # One page and no more, behind one that was not flushed; else the long way for the rest.
+            # One page and no more, behind one that was not flushed.
             if (len(tokens) - 1) // size != index + 1 or (index and not is_sealed(own[index - 1])):
                 break
             pages.append(own[index])
@@ -243,8 +249,7 @@ class Committer:
         count = self._cache.seal_each(pages, aboves, owners, raws) if pages else 0
         for sequence in sequences[:count]:
             sequence.num_sealed += 1
-        for sequence in sequences[count:]:
-            self._seal(sequence)
+        return count
 
     def _seal(self, sequence: Sequence) -> None:
         """Full, computed and committed pages enter the prefix index, in order."""
