@@ -548,9 +548,9 @@ def running_service(
         for number in range(num_workers)
     ]
     config = ServiceConfig(
-        address="127.0.0.1:0",
-        metrics_address="127.0.0.1:0",
         **{
+            "address": "127.0.0.1:0",
+            "metrics_address": "127.0.0.1:0",
             "instance_id": "service-under-test",
             "workers": tuple(worker.address for worker in workers) or (f"ipc://{folder}/nobody",),
             "drain_listen": 0.0,
