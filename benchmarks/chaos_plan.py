@@ -73,6 +73,7 @@ class RequestPlan:
     samples: int
     penalty: float
     stop: str
+    regex: str  # that the answer must match; its state has to survive, too
     min_tokens_per_message: int
     has_logprobs: bool
 
@@ -97,7 +98,7 @@ def disturbances(
 
 
 def requests(seed: int, count: int) -> list[RequestPlan]:
-    """Greedy and seeded ones, some with several samples, penalties, stop strings, merged messages."""
+    """Greedy and seeded ones, some with samples, penalties, stop strings, a constraint, merged messages."""
     chance = random.Random(f"requests {seed}")
     shared = [_ids(chance, SHARED_TOKENS) for _ in range(SHARED_PROMPTS)]
     return [_request(number, chance, shared) for number in range(count)]
@@ -142,6 +143,7 @@ def _request(number: int, chance: random.Random, shared: Sequence[tuple[int, ...
         samples=chance.choice((2, 3)) if chance.random() < 0.1 else 1,
         penalty=chance.uniform(0.1, 0.6) if chance.random() < 0.25 else 0.0,
         stop=chance.choice(("ab", "e", "\n", "xyz")) if chance.random() < 0.15 else "",
+        regex=chance.choice((r"[a-z ]{60,300}", r"(\d{1,9}, )*\d+")) if chance.random() < 0.15 else "",
         min_tokens_per_message=chance.choice((4, 8)) if chance.random() < 0.2 else 0,
         has_logprobs=chance.random() < 0.15,
     )

@@ -170,6 +170,8 @@ def open_stream(client: AsyncClient, request: RequestPlan) -> AsyncTokenStream:
     )
     if request.stop:
         options["stop_strings"] = [request.stop]
+    if request.regex:
+        options["regex"] = request.regex
     if request.has_logprobs:
         options["logprobs"] = 2
     return client.stream(
