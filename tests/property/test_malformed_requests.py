@@ -7,42 +7,41 @@ INTERNAL, which would be a bug, never UNKNOWN, which would be Python's own text.
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from kvatlas.v1 import cache_pb2, generation_pb2, server_pb2
-from service.testing import RunningService, running_service
+from service.testing import RunningService, WorkerScript, running_service
+from service.testing_damage import fill, mutated
 
 CALLERS = 24
 SEED = 20240607
+NUM_DRAINS = 40
+START_DRAIN, STOP_DRAIN = "/kvatlas.v1.AdminService/StartDrain", "/kvatlas.v1.AdminService/StopDrain"
+METADATA = (
+    *("authorization", "traceparent", "tracestate", "x-request-id", "grpc-previous-rpc-attempts"),
+    *("grpc-status-details-bin", "x-anything-bin", "user-agent-of-mine"),
+)
+WORDS = (
+    "Bearer ",
+    "-1",
+    "99999999999999999999",
+    "00-" + "0" * 32 + "-" + "f" * 16 + "-01",
+    "1e9",
+    "NaN",
+    "\\",
+    "%s",
+)
 TIMEOUT_SECONDS = 1.0
-MAX_DEPTH = 5
 MAX_READ = 5  # messages of a stream, then it is cancelled
 FILES = (generation_pb2, cache_pb2, server_pb2)
-
-NUMBERS = (0, 1, -1, 2, 16, 255, 1 << 16, (1 << 31) - 1, -(1 << 31), (1 << 32) - 1, (1 << 63) - 1, -(1 << 63))
-FLOATS = (0.0, -0.0, 0.5, 1.0, -1.0, 1e30, -1e30, float("nan"), float("inf"), float("-inf"))
-TEXTS = (
-    "",
-    "a",
-    "\0",
-    "toy",
-    "worker-0",
-    "ÿ",
-    "\U0001f30a" * 20,
-    "x" * 5000,
-    "../../etc/passwd",
-    "%s%n",
-    "{{7*7}}",
-)
 
 
 def methods() -> list[tuple[str, Any, bool, type[Message]]]:
@@ -57,73 +56,9 @@ def methods() -> list[tuple[str, Any, bool, type[Message]]]:
     return found
 
 
-def fill(message: Message, chance: random.Random, depth: int = 0) -> None:
-    """Random fields with random, mostly extreme values."""
-    for field in message.DESCRIPTOR.fields:
-        if chance.random() < 0.4 or (field.message_type and depth >= MAX_DEPTH):
-            continue
-        if field.message_type and field.message_type.GetOptions().map_entry:
-            if field.message_type.fields_by_name["value"].message_type is None:
-                put_pair(getattr(message, field.name), field.message_type, chance)
-        elif hasattr(getattr(message, field.name), "append"):
-            for _ in range(chance.choice((1, 2, 20))):
-                if field.message_type:
-                    fill(getattr(message, field.name).add(), chance, depth + 1)
-                else:
-                    getattr(message, field.name).append(value(field, chance))
-        elif field.message_type:
-            getattr(message, field.name).SetInParent()
-            fill(getattr(message, field.name), chance, depth + 1)
-        else:
-            setattr(message, field.name, value(field, chance))
-
-
-def put_pair(pairs: Any, entry: Any, chance: random.Random) -> None:
-    key, kept = entry.fields_by_name["key"], entry.fields_by_name["value"]
-    pairs[value(key, chance)] = value(kept, chance)
-
-
-def value(field: FieldDescriptor, chance: random.Random) -> Any:
-    match field.cpp_type:
-        case FieldDescriptor.CPPTYPE_BOOL:
-            return chance.random() < 0.5
-        case FieldDescriptor.CPPTYPE_FLOAT | FieldDescriptor.CPPTYPE_DOUBLE:
-            return chance.choice(FLOATS)
-        case FieldDescriptor.CPPTYPE_STRING:
-            text = chance.choice(TEXTS)
-            return text.encode() if field.type == FieldDescriptor.TYPE_BYTES else text
-        case FieldDescriptor.CPPTYPE_ENUM:
-            return chance.choice((0, 1, 2, 99, -1))
-    low, high = {
-        FieldDescriptor.CPPTYPE_UINT32: (0, (1 << 32) - 1),
-        FieldDescriptor.CPPTYPE_UINT64: (0, (1 << 64) - 1),
-        FieldDescriptor.CPPTYPE_INT32: (-(1 << 31), (1 << 31) - 1),
-        FieldDescriptor.CPPTYPE_INT64: (-(1 << 63), (1 << 63) - 1),
-    }[field.cpp_type]
-    return min(max(chance.choice(NUMBERS), low), high)
-
-
-def mutated(data: bytes, chance: random.Random) -> bytes:
-    """The bytes with a few of them flipped, cut out, doubled, put in or cut off."""
-    changed = bytearray(data or b"\x0a\x02\x08\x01")
-    for _ in range(chance.choice((1, 1, 2, 8))):
-        at = chance.randrange(len(changed) + 1)
-        match chance.randrange(5):
-            case 0 if at < len(changed):
-                changed[at] ^= 1 << chance.randrange(8)
-            case 1:
-                del changed[at : at + chance.choice((1, 4, 30))]
-            case 2:
-                changed[at:at] = changed[at : at + 20]
-            case 3:
-                changed[at:at] = chance.randbytes(chance.choice((1, 5, 40)))
-            case _:
-                del changed[at:]
-    return bytes(changed)
-
-
 def requests(num_requests: int, chance: random.Random) -> Iterator[tuple[str, Any, bool, bytes]]:
-    known = methods()
+    """For all methods in turn; those that end the service's work come last."""
+    known = [each for each in methods() if each[0] != START_DRAIN]
     for number in range(num_requests):
         path, method, is_admin, kind = known[number % len(known)]
         message = kind()
@@ -132,16 +67,46 @@ def requests(num_requests: int, chance: random.Random) -> Iterator[tuple[str, An
         yield path, method, is_admin, mutated(data, chance) if number % 2 else data
 
 
-def code_of(channel: grpc.Channel, path: str, is_stream: bool, data: bytes) -> str:
+def drains(num_requests: int, chance: random.Random) -> Iterator[bytes]:
+    for number in range(num_requests):
+        message = server_pb2.StartDrainRequest()
+        fill(message, chance)
+        data = message.SerializeToString()
+        yield mutated(data, chance) if number % 2 else data
+
+
+def metadata(chance: random.Random) -> list[tuple[str, Any]]:
+    """Some of what we read from metadata and some that we do not, with values that nobody means."""
+    names = chance.sample(METADATA, chance.choice((0, 0, 1, 3)))
+    return [
+        (name, chance.randbytes(chance.choice((0, 3, 900))))
+        if name.endswith("-bin")
+        else (name, word(chance))
+        for name in names
+    ]
+
+
+def word(chance: random.Random) -> str:
+    """Printable, as the protocol asks; that is all it asks."""
+    if chance.random() < 0.3:
+        return chance.choice(WORDS)
+    return (
+        "".join(chr(chance.randrange(32, 127)) for _ in range(chance.choice((1, 5, 60, 2000)))).strip() or "x"
+    )
+
+
+def code_of(
+    channel: grpc.Channel, path: str, is_stream: bool, data: bytes, headers: Sequence[tuple[str, Any]] = ()
+) -> str:
     """Name of the status that ends the call."""
     try:
         if is_stream:
-            call = channel.unary_stream(path)(data, timeout=TIMEOUT_SECONDS)
+            call = channel.unary_stream(path)(data, timeout=TIMEOUT_SECONDS, metadata=headers)
             for count, _ in enumerate(call):
                 if count == MAX_READ:
                     call.cancel()
         else:
-            channel.unary_unary(path)(data, timeout=TIMEOUT_SECONDS)
+            channel.unary_unary(path)(data, timeout=TIMEOUT_SECONDS, metadata=headers)
     except grpc.RpcError as error:
         return str(error.code().name)
     return "OK"
@@ -149,7 +114,8 @@ def code_of(channel: grpc.Channel, path: str, is_stream: bool, data: bytes) -> s
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[RunningService]:
-    with running_service(tmp_path, admin_address="127.0.0.1:0", access_log=False) as started:
+    script = WorkerScript(features=("prefix_cache", "constraints"))
+    with running_service(tmp_path, script=script, admin_address="127.0.0.1:0", access_log=False) as started:
         yield started
 
 
@@ -167,9 +133,14 @@ def test_malformed_requests_break_nothing_and_leave_nothing(
 
         def call(request: tuple[str, Any, bool, bytes]) -> tuple[str, str]:
             path, method, is_admin, data = request
-            return path, code_of(admin if is_admin else public, path, method.server_streaming, data)
+            headers = metadata(random.Random(data))
+            return path, code_of(admin if is_admin else public, path, method.server_streaming, data, headers)
 
-        codes.update(callers.map(call, requests(num_requests, random.Random(SEED))))
+        chance = random.Random(SEED)
+        codes.update(callers.map(call, requests(num_requests - NUM_DRAINS, chance)))
+        for data in drains(NUM_DRAINS, chance):
+            codes[START_DRAIN, code_of(admin, START_DRAIN, False, data)] += 1
+            assert code_of(admin, STOP_DRAIN, False, b"") in {"OK", "UNAVAILABLE"}
         bugs = {name: count for name, count in codes.items() if name[1] in {"INTERNAL", "UNKNOWN"}}
         assert bugs == {}
         assert codes.total() == num_requests
