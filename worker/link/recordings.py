@@ -86,8 +86,8 @@ class RecordingDesk:
             self._fail(ticket, CallError.INTERNAL, CallReason.INTERNAL, "the recorder failed")
 
     def _start(self, recorder: Recorder, asked: server_pb2.StartRecordingRequest) -> worker_pb2.CommandReply:
-        seconds = asked.max_duration.ToTimedelta().total_seconds() if asked.HasField("max_duration") else 0.0
-        lookback = asked.lookback.ToTimedelta().total_seconds()
+        seconds = asked.max_duration.ToNanoseconds() / 1e9  # any number at all, unlike ToTimedelta
+        lookback = asked.lookback.ToNanoseconds() / 1e9
         options = RecordingOptions(
             lookback_seconds=_within("lookback", lookback, 0.0, MAX_SECONDS),
             max_seconds=_within("max_duration", seconds or DEFAULT_SECONDS, 0.1, MAX_SECONDS),
