@@ -232,7 +232,7 @@ class Committer:
 
     # Pages.
     def _seal_each(self, sequences: list[Sequence]) -> int:
-        """``_seal`` in one call of those that have filled a page, up to the first that is not new; how many."""
+        """``_seal`` in one call of those that filled a page, up to the first that is not new; how many."""
         size, is_sealed = self._page_size, self._cache.pool.is_sealed
         pages: list[int] = []
         aboves: list[int | bytes] = []
