@@ -27,4 +27,6 @@ pages = [
     st.Page(HERE / "views" / f"{name}.py", title=title, url_path=name, default=name == "page_map")
     for name, title in VIEWS
 ]
-st.navigation(pages, position="top").run()
+shown = st.navigation(pages, position="top")
+st.html(f'<h1 class="kvatlas-view">{shown.title}</h1>')
+shown.run()

@@ -53,12 +53,13 @@ def states_over_time(figures: NDArray[np.uint32], times_ms: NDArray[np.float64],
             color=alt.Color(
                 "state:N",
                 scale=alt.Scale(domain=list(STATES), range=[look[state] for state in STATES]),
-                legend=alt.Legend(orient="top", title=None),
+                legend=alt.Legend(orient="top", title=None, columns=3),
             ),
             order="order:Q",
             tooltip=["time:T", "state:N", "pages:Q"],
         )
         .properties(height=260)
+        .configure(**_words(kind))
     )
 
 
@@ -97,6 +98,7 @@ def rates_over_time(figures: NDArray[np.uint32], times_ms: NDArray[np.float64], 
             tooltip=["time:T", "what:N", "per second:Q"],
         )
         .properties(height=210)
+        .configure(**_words(kind))
     )
 
 
@@ -129,10 +131,17 @@ def hit_rate_curve(report: EstimateReport, today_slots: int, page_size: int, pol
     )
     seen = (
         alt.Chart(pd.DataFrame({"x": [1.0], "y": [report.observed.hit_ratio], "what": ["observed"]}))
-        .mark_point(shape="diamond", size=160, filled=True, color=look["miss_evicted"])
+        .mark_point(shape="diamond", size=160, filled=True, opacity=1, color=look["miss_evicted"])
         .encode(x="x:Q", y="y:Q", tooltip=["what:N", alt.Tooltip("y:Q", format=".1%", title="hit rate")])
     )
-    return (today + line + bars + dots + seen).properties(height=300)
+    return (today + line + bars + dots + seen).properties(height=300).configure(**_words(kind))
+
+
+def _words(kind: str) -> dict[str, Any]:
+    """Labels as dark as the other words of the page: Streamlit's own are pale."""
+    muted = colours("ground", kind)["muted"]
+    axis = {"labelColor": muted, "titleColor": muted}
+    return {"axis": axis, "legend": axis}
 
 
 def misses(tokens: dict[str, int], kind: str) -> Any:
@@ -144,19 +153,18 @@ def misses(tokens: dict[str, int], kind: str) -> Any:
     ]
     look = colours("results", kind)
     words = [RESULT_WORDS[name] for name in RESULTS]
-    return (
-        alt.Chart(pd.DataFrame(rows))
-        .mark_bar()
-        .encode(
-            x=alt.X("share:Q", axis=alt.Axis(format="%"), title=None),
-            y=alt.Y("result:N", sort=words, title=None, axis=alt.Axis(labelLimit=260)),
-            color=alt.Color(
-                "result:N", scale=alt.Scale(domain=words, range=[look[n] for n in RESULTS]), legend=None
-            ),
-            tooltip=["result:N", alt.Tooltip("share:Q", format=".1%"), "tokens:Q"],
-        )
-        .properties(height=150)
+    base = alt.Chart(pd.DataFrame(rows)).encode(
+        x=alt.X("share:Q", axis=alt.Axis(format="%", tickCount=4), title=None),
+        y=alt.Y("result:N", sort=words, title=None, axis=alt.Axis(labelLimit=260)),
+        tooltip=["result:N", alt.Tooltip("share:Q", format=".1%"), "tokens:Q"],
     )
+    colour = alt.Color(
+        "result:N", scale=alt.Scale(domain=words, range=[look[n] for n in RESULTS]), legend=None
+    )
+    percent = base.mark_text(align="left", dx=5, color=colours("ground", kind)["text"]).encode(
+        text=alt.Text("share:Q", format=".1%")
+    )
+    return (base.mark_bar().encode(color=colour) + percent).properties(height=150).configure(**_words(kind))
 
 
 def page_sizes(report: EstimateReport, today_slots: int) -> pd.DataFrame:

@@ -28,7 +28,7 @@ from kvatlas.client.channel import (
     SHORT_TIMEOUT_SECONDS,
     channel_options,
 )
-from kvatlas.client.errors import from_rpc_error
+from kvatlas.client.errors import PermissionDenied, from_rpc_error
 from kvatlas.client.events import Event
 from kvatlas.client.request import Message, Options, build_stream, build_tokenize, duration
 from kvatlas.client.resume import Course
@@ -151,10 +151,20 @@ class _Call:
 
 
 class ServiceSource:
-    """A service by its address. Thread-safe. `read_token` is asked at each call: a new one counts at once."""
+    """A service by its address. Thread-safe. `read_token` is asked at each call: a new one counts at once.
 
-    def __init__(self, address: str, read_token: Callable[[], str] = str, server_ca: bytes = b"") -> None:
-        self._server_ca = server_ca  # PEM; empty: plaintext
+    `server_ca`, PEM: TLS; empty: plaintext. `identity`: this client's key and certificates, PEM, for mTLS.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        read_token: Callable[[], str] = str,
+        server_ca: bytes = b"",
+        identity: tuple[bytes, bytes] | None = None,
+    ) -> None:
+        key, chain = identity or (None, None)
+        self._tls = grpc.ssl_channel_credentials(server_ca, key, chain) if server_ca else None
         self._address = address
         self._read_token = read_token
         self._channels: dict[int, grpc.Channel] = {}
@@ -261,8 +271,8 @@ class ServiceSource:
             if key not in self._channels:
                 options = [*channel_options(service_config), *patience]
                 self._channels[key] = (
-                    grpc.secure_channel(self._address, grpc.ssl_channel_credentials(self._server_ca), options)
-                    if self._server_ca
+                    grpc.secure_channel(self._address, self._tls, options)
+                    if self._tls is not None
                     else grpc.insecure_channel(self._address, options)
                 )
             return self._channels[key]
@@ -277,7 +287,10 @@ class ServiceSource:
         return generation_pb2_grpc.GenerationServiceStub(self._channel(SERVICE_CONFIG))  # type: ignore[no-untyped-call]
 
     def _metadata(self) -> list[tuple[str, str]]:
-        token = self._read_token()
+        try:
+            token = self._read_token()
+        except (OSError, UnicodeDecodeError) as error:
+            raise PermissionDenied(f"the token file cannot be read: {error}") from None
         return [("authorization", f"Bearer {token}")] if token else []
 
     def _unary(self, method: Any, request: Any, timeout_seconds: float = SHORT_TIMEOUT_SECONDS) -> Any:

@@ -34,6 +34,10 @@ class DashboardConfig:
     server_ca: str = option(
         "", "PEM of who signed the service's certificate: TLS; empty: plaintext", metavar="FILE"
     )
+    certificate_file: str = option(
+        "", "PEM chain of this dashboard, where the service asks for one (mTLS)", metavar="FILE"
+    )
+    key_file: str = option("", "its key, PEM", metavar="FILE")
     grafana_url: str = option("", "where Grafana is, for links; empty: no links", metavar="URL")
     demo: bool = option(False, "show a simulated pool; no server is asked")
     demo_pages: int = option(4096, "pages of the simulated pool", low=64, high=1 << 21)
@@ -55,10 +59,14 @@ class DashboardConfig:
         host, _, port = self.listen.rpartition(":")
         if not host or not port.isdigit() or int(port) > 65535:
             faults.append(f"listen: {self.listen!r} is not host:port")
-        if self.token_file and not Path(self.token_file).is_file():
-            faults.append(f"token_file: no file {self.token_file!r}")
-        if self.server_ca and not Path(self.server_ca).is_file():
-            faults.append(f"server_ca: no file {self.server_ca!r}")
+        for name in ("token_file", "server_ca", "certificate_file", "key_file"):
+            path = getattr(self, name)
+            if path and not Path(path).is_file():
+                faults.append(f"{name}: no file {path!r}")
+        if bool(self.certificate_file) != bool(self.key_file):
+            faults.append("certificate_file and key_file: one without the other")
+        if self.certificate_file and not self.server_ca:
+            faults.append("certificate_file: needs server_ca, a certificate is shown over TLS only")
         if faults:
             raise ConfigError("; ".join(faults))
 
@@ -94,6 +102,12 @@ class DashboardConfig:
     def read_server_ca(self) -> bytes:
         """Authorities that the service's certificate may be of; empty: plaintext."""
         return Path(self.server_ca).read_bytes() if self.server_ca else b""
+
+    def read_identity(self) -> tuple[bytes, bytes] | None:
+        """Key and certificates of this client; None: it has none."""
+        if not self.certificate_file:
+            return None
+        return Path(self.key_file).read_bytes(), Path(self.certificate_file).read_bytes()
 
     def printable(self) -> str:
         """One line per setting, as a TOML file that gives this config again."""

@@ -6,7 +6,7 @@ import streamlit as st
 from dashboard import process
 from dashboard.facts import PageFacts
 from dashboard.live_pages import Follower
-from dashboard.view_parts import clock_text, query_id, sequence_name
+from dashboard.view_parts import clock_text, query_id, sequence_name, short_id
 from kvatlas.client.errors import KvatlasError
 from kvatlas.client.page_map import SequencePages
 
@@ -38,21 +38,25 @@ def _page(follower: Follower, page_id: int) -> None:
         return
     size = live.geometry().page_size
     st.subheader(f"Page {page_id}", anchor=False)
-    marks = " · ".join(["sealed"] * facts.is_sealed + ["pinned"] * facts.is_pinned)
-    line = f"**{facts.state}** · {facts.filled_slots}/{size} slots · {facts.ref_count} refs"
-    st.markdown(line + (f" · {marks}" if marks else ""))
-    st.markdown(f"allocated {facts.age_seconds:.1f} s ago · idle {facts.idle_seconds:.1f} s")
+    marks = ["sealed"] * facts.is_sealed + ["pinned"] * facts.is_pinned
     first = page_id * size
-    st.markdown(f"slots `{first}` … `{first + size - 1}`")
+    lines = [
+        " · ".join(
+            [f"**{facts.state}**", f"{facts.filled_slots}/{size} slots", f"{facts.ref_count} refs", *marks]
+        ),
+        f"allocated {facts.age_seconds:.1f} s ago · idle {facts.idle_seconds:.1f} s",
+        f"slots {first:,} … {first + size - 1:,}",
+        *_prefix(facts),
+    ]
+    st.markdown("  \n".join(lines))
     _holders(follower, facts)
-    _prefix(facts)
     _events(facts)
 
 
 def _holders(follower: Follower, facts: PageFacts) -> None:
     if not facts.holders:
         return
-    st.markdown("used by")
+    st.caption("used by")
     for holder in facts.holders[:8]:
         name = sequence_name(holder.owner, holder.request_id, holder.choice_index)
         key = f"holder-{facts.page_id}-{holder.owner}"
@@ -63,15 +67,14 @@ def _holders(follower: Follower, facts: PageFacts) -> None:
         st.caption(f"and {len(facts.holders) - 8} more")
 
 
-def _prefix(facts: PageFacts) -> None:
+def _prefix(facts: PageFacts) -> list[str]:
     if not facts.is_sealed:
-        return
+        return []
     parent = "first of its prefix" if facts.parent_page_id is None else f"after page {facts.parent_page_id}"
     children = ", ".join(map(str, facts.child_page_ids[:6]))
     more = f" and {len(facts.child_page_ids) - 6} more" if len(facts.child_page_ids) > 6 else ""
-    st.markdown(
-        f"prefix: {parent} · {facts.hit_count} hits" + (f" · then {children}{more}" if children else "")
-    )
+    then = f" · then {children}{more}" if children else ""
+    return [f"prefix: {parent}{then} · {facts.hit_count} hits"]
 
 
 def _events(facts: PageFacts) -> None:
@@ -92,7 +95,9 @@ def _events(facts: PageFacts) -> None:
 def _request(follower: Follower, request_id: str) -> None:
     """A sequence: logical page → page → first slot, as the page table has it."""
     found = [each for each in follower.live_map.sequences() if each.request_id == request_id]
-    st.markdown(f"**Request** `{request_id}`")
+    st.subheader(f"Request {short_id(request_id)}", anchor=False)
+    if short_id(request_id) != request_id:
+        st.caption(request_id)
     if not found:
         st.caption("has ended")
     for sequence in found[:4]:

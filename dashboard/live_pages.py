@@ -185,6 +185,7 @@ class LivePages:
         self._lock = threading.Lock()  # of the table above
         self._server: ServerFacts | None = None
         self._failure = ""
+        self._failure_kind = ""
         self._next_load = -math.inf
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -218,6 +219,11 @@ class LivePages:
         """Why the service does not answer; "" while it does."""
         return self._failure
 
+    @property
+    def failure_kind(self) -> str:
+        """The same as a kind of Status."""
+        return self._failure_kind
+
     def followers(self) -> list[Follower]:
         """By worker id."""
         with self._lock:
@@ -238,11 +244,12 @@ class LivePages:
                 self._failure, failures = "", 0
                 wait = ROSTER_SECONDS
             except KvatlasError as failure:
-                self._failure = str(failure)
+                self._failure, self._failure_kind = str(failure), _status_of(failure).kind
                 failures += 1
                 wait = min(FIRST_BACKOFF_SECONDS * 2.0 ** min(failures, 10), LAST_BACKOFF_SECONDS)
             except Exception:  # as above: one bad answer must not end the list for ever
                 log.exception("event=roster_failed")
+                self._failure_kind = "bug"
                 self._failure = "the dashboard failed on the list of workers; its log says how"
                 wait = LAST_BACKOFF_SECONDS
             self._ended.wait(wait)

@@ -37,7 +37,9 @@ def make_source(settings: DashboardConfig) -> Source:
     """What the config says to look at."""
     if settings.demo:
         return DemoSource(settings.demo_pages)
-    return ServiceSource(settings.server, settings.read_token, settings.read_server_ca())
+    return ServiceSource(
+        settings.server, settings.read_token, settings.read_server_ca(), settings.read_identity()
+    )
 
 
 def install(settings: DashboardConfig, pages: LivePages | None = None) -> None:

@@ -17,6 +17,17 @@ TAB_SECONDS = 6.0  # a tab that has not been heard of for this long is closed
 SECONDS_PER_TAB = 0.24  # so that fragments together stay below half a core
 ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 NOTHING = "n/a"
+LONGEST_ID, ID_END = 16, 8  # characters of an id that is shown whole; of a longer one
+HELP = {
+    "Available": "free pages and those that may be evicted, of all that can be used",
+    "Unfilled": "slots of pages in use that hold no token yet",
+    "Refs/page": "sequences that refer to a page in use; above 1: pages saved by sharing",
+    "Hits": "prompt tokens that were found in the prefix cache, since the worker started",
+    "Regret": "prompt tokens that had been in the cache and were evicted: more memory would have kept them",
+    "Bill": "pages in use times the seconds that they were",
+    "Tail": "slots that no token filled when it ended",
+}
+"""Of figures whose name is not enough."""
 
 _tabs: dict[str, float] = {}
 _tabs_lock = threading.Lock()
@@ -138,6 +149,8 @@ def explain(kind: str, reason: str) -> None:
     elif kind == "no_service":
         st.error(f"**No service at {address}.** {reason}")
         st.markdown("Start one with `kvatlas serve`, or name another with `--server`.")
+    elif kind == "bug":
+        st.error(f"**{words_of(kind).capitalize()}.** {reason}")
     elif kind == "gone":
         st.error(f"**This worker is gone.** {reason}")
     else:
@@ -148,7 +161,8 @@ def figures(values: Mapping[str, str], *, is_stale: bool = False) -> None:
     """One line of figures; struck while they are not of now."""
     with st.container(horizontal=True, gap="small"):
         for label, value in values.items():
-            st.metric(label, f"~~{value}~~" if is_stale else value, width="content")
+            shown = f"~~{value}~~" if is_stale else value
+            st.metric(label, shown, width="content", help=HELP.get(label))
 
 
 def share(part: float, whole: float, digits: int = 0) -> str:
@@ -159,7 +173,12 @@ def share(part: float, whole: float, digits: int = 0) -> str:
 def sequence_name(owner: int, request_id: str, choice_index: int = 0) -> str:
     """How a sequence is called on the screen: by its owner number, and by its request where that is known."""
     name = f"#{owner}" + (f"/{choice_index}" if choice_index else "")
-    return f"{name} {request_id}" if request_id else name
+    return f"{name} {short_id(request_id)}" if request_id else name
+
+
+def short_id(request_id: str) -> str:
+    """An id as far as it fits beside other things. Ids that the service makes begin alike: the end tells."""
+    return request_id if len(request_id) <= LONGEST_ID else f"…{request_id[-ID_END:]}"
 
 
 def grafana_link(dashboard: str = "pages") -> None:
@@ -186,10 +205,7 @@ def clock_text(ms: float) -> str:
 def _explain_no_worker() -> None:
     pages = process.live_pages()
     if pages.failure:
-        explain(
-            "denied" if "SCOPE" in pages.failure or "CREDENTIALS" in pages.failure else "no_service",
-            pages.failure,
-        )
+        explain(pages.failure_kind, pages.failure)
     elif pages.server is not None:
         st.info("The service runs, and has no worker yet.")
     else:

@@ -3,6 +3,7 @@
 `python -m dashboard` serves it; so does any ASGI server that is given `dashboard.web:app`.
 """
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,9 @@ from dashboard.live_route import LiveRoutes
 from dashboard.theme import options as theme_options
 
 SCRIPT = Path(__file__).with_name("app.py")
+GONE = "WebSocketDisconnected"  # of Starlette; older ones have no such class, and no such exception
+
+log = logging.getLogger("dashboard.web")
 
 
 def configure(settings: DashboardConfig) -> None:
@@ -38,6 +42,22 @@ def configure(settings: DashboardConfig) -> None:
         streamlit_config.set_option(name, value)
 
 
+class GoneTabs:
+    """Passes everything to `app`. A tab may vanish while it is answered; Streamlit then closes a socket that
+    is closed, and a server would log that as a crash of ours."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except RuntimeError as error:
+            if scope["type"] != "websocket" or type(error).__name__ != GONE:
+                raise
+            log.debug("event=tab_gone path=%s", scope["path"])
+
+
 def make_app(settings: DashboardConfig) -> Any:
     """The application of one process."""
     configure(settings)
@@ -48,7 +68,7 @@ def make_app(settings: DashboardConfig) -> Any:
         hosts=settings.allowed_hosts,
         max_viewers=settings.max_viewers,
     )
-    return st.App(SCRIPT, routes=live.routes(), lifespan=_lifespan)
+    return GoneTabs(st.App(SCRIPT, routes=live.routes(), lifespan=_lifespan))
 
 
 @asynccontextmanager

@@ -87,3 +87,8 @@ export class Colours {
   }
 }
 
+// Black or white, whichever is read better on a colour: [r, g, b] → "#000" or "#fff".
+export function inkOn([r, g, b]) {
+  const linear = [r, g, b].map((value) => (value <= 10 ? value / 3294 : ((value / 255 + 0.055) / 1.055) ** 2.4));
+  return linear[0] * 0.2126 + linear[1] * 0.7152 + linear[2] * 0.0722 > 0.179 ? "#000" : "#fff";
+}

@@ -1,10 +1,10 @@
 // The prefix tree as an icicle: width = pages, one row per run of pages without a branch. Ghosts are hatched.
 
 import { choice, element, fitCanvas, followed, isDark, loadStyles, located, number, ratioOf, setText } from "./dom.js";
-import { mix, ramp, refsShare, ageShare, rgbOf } from "./colours.js";
+import { inkOn, mix, ramp, refsShare, ageShare, rgbOf } from "./colours.js";
 import { seconds } from "./planes.js";
 
-const MIN_ROW = 30, MAX_ROW = 64, MIN_LABEL = 46; // CSS pixels
+const MIN_ROW = 30, MAX_ROW = 64, MIN_LABEL = 20; // CSS pixels
 const MODES = ["last use", "hits", "refs"];
 
 export function mount(component) {
@@ -49,10 +49,11 @@ class Icicle {
     this.modes = choice("Colour", MODES, this.mode, (name) => this.look.pick(name));
     this.back = element("button", { type: "button", onclick: () => this.zoom(null) }, "whole tree");
     this.words = element("span", { class: "muted" });
+    this.legend = element("div", { class: "legend" });
     this.canvas = element("canvas", { class: "wide", tabindex: 0, role: "img" });
     this.tip = element("div", { class: "tip", hidden: true });
     this.node = element("div", { class: "kvatlas", style: "position: relative" },
-      element("div", { class: "controls" }, this.modes.group, this.back, this.words), this.canvas, this.tip);
+      element("div", { class: "controls" }, this.modes.group, this.back, this.words), this.canvas, this.legend, this.tip);
     root.append(this.node);
     this.canvas.addEventListener("pointermove", (event) => this.hover(event));
     this.canvas.addEventListener("pointerleave", () => { this.tip.hidden = true; });
@@ -92,10 +93,27 @@ class Icicle {
     this.canvas.setAttribute("aria-label", this.data.words);
     setText(this.words, this.data.words);
     this.back.hidden = this.top === null;
+    this.font = getComputedStyle(this.node).fontFamily;
+    this.paintLegend();
     const context = this.canvas.getContext("2d");
     context.clearRect(0, 0, this.canvas.width, this.canvas.height);
     for (const each of this.placed) this.paintNode(context, each);
     this.node.dataset.nodes = this.placed.length;
+  }
+
+  paintLegend() {
+    const key = `${this.mode} ${this.kind}`;
+    if (this.legendKey === key) return;
+    this.legendKey = key;
+    const { results, states } = this.data.palette;
+    const [from, to] = { "last use": ["used 10 min ago", "now"], hits: ["no hit", "1,000 hits"], refs: ["1 reference", "64"] }[this.mode];
+    const stops = [0, 0.25, 0.5, 0.75, 1].map((share) => `rgb(${ramp(share)})`);
+    const swatch = (colour, extra, text) => element("span", {}, element("i", { class: `swatch ${extra}`, style: `background-color: ${colour}` }), text);
+    this.legend.replaceChildren(
+      element("span", {}, from, element("i", { class: "ramp", style: `background: linear-gradient(90deg, ${stops})` }), to),
+      ...(this.mode === "refs" ? [swatch(states.cached[this.kind], "", "not in use")] : []),
+      swatch(results.miss_evicted[this.kind], "hatched", "evicted, and asked for again"),
+      swatch(states.pinned[this.kind], "", "pinned: a line above"));
   }
 
   paintNode(context, { node, x, width, depth }) {
@@ -110,15 +128,16 @@ class Icicle {
       context.fillRect(left, top, wide, 3 * ratio);
     }
     if (wide < MIN_LABEL * ratio) return;
-    context.fillStyle = rgb[0] * 0.3 + rgb[1] * 0.59 + rgb[2] * 0.11 > 140 ? "#000" : "#fff";
-    context.font = `${12 * ratio}px sans-serif`;
+    context.font = `${12 * ratio}px ${this.font}`;
     context.textBaseline = "middle";
-    context.save();
-    context.beginPath();
-    context.rect(left, top, wide, tall);
-    context.clip();
-    context.fillText(node.label, left + 5 * ratio, top + tall / 2);
-    context.restore();
+    const text = [node.label, node.label.split(" · ")[0], String(node.pages)].find((each) => context.measureText(each).width < wide - 10 * ratio);
+    if (!text) return;
+    if (node.ghost) { // words on the hatching: on a ground of their own
+      context.fillStyle = this.data.palette.ground.background[this.kind];
+      context.fillRect(left + 2 * ratio, top + tall / 2 - 9 * ratio, context.measureText(text).width + 6 * ratio, 18 * ratio);
+    }
+    context.fillStyle = node.ghost ? this.data.palette.ground.text[this.kind] : inkOn(rgb);
+    context.fillText(text, left + 5 * ratio, top + tall / 2);
   }
 
   hatch(context, left, top, wide, tall) {

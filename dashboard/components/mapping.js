@@ -1,10 +1,10 @@
 // How a token gets to a lane: logical pages → page → slots → K and V of one head, coloured by lane.
 
 import { element, fitCanvas, isDark, loadStyles, located, ratioOf, setText } from "./dom.js";
-import { mix, ownerColour, rgbOf } from "./colours.js";
-
+import { inkOn, mix, ownerColour, rgbOf } from "./colours.js";
 
 const BOX = 38, MIN_BOX = 34; // CSS pixels
+const MAX_LINES = 16; // of the lanes' pictures: what follows repeats them
 
 export function mount(component) {
   const root = component.parentElement;
@@ -50,7 +50,7 @@ class Mapping {
   }
 
   hover(canvas, lanes, event) {
-    const row = Math.floor((event.offsetY / canvas.clientHeight) * lanes.length);
+    const row = Math.floor((event.offsetY / canvas.clientHeight) * Math.min(MAX_LINES, lanes.length));
     const column = Math.floor((event.offsetX / canvas.clientWidth) * lanes[0].length);
     this.show(lanes[row]?.[column] ?? -1);
   }
@@ -66,14 +66,19 @@ class Mapping {
     const { data } = this;
     this.dark = isDark(this.root);
     this.kind = this.dark ? "dark" : "light";
-    setText(this.titles[2], `K of one head: ${data.kernel_page_size} tokens →, ${data.head_size} numbers ↓ in vecs of ${data.vec_size}`);
-    setText(this.titles[3], `V of one head: ${data.kernel_page_size} tokens → in vecs of ${data.value_vec_size}, ${data.head_size} numbers ↓`);
+    setText(this.titles[2], `K of one head: ${data.kernel_page_size} tokens →, ${data.head_size} numbers ↓ in vecs of ${data.vec_size}${this.rest(data.key_lanes)}`);
+    setText(this.titles[3], `V of one head: ${data.kernel_page_size} tokens → in vecs of ${data.value_vec_size}, ${data.head_size} numbers ↓${this.rest(data.value_lanes)}`);
     this.paintPages();
     this.paintSlots();
-    this.paintLanes(this.keys, data.key_lanes);
-    this.paintLanes(this.values, data.value_lanes);
+    this.paintLanes(this.keys, data.key_lanes.slice(0, MAX_LINES));
+    this.paintLanes(this.values, data.value_lanes.slice(0, MAX_LINES));
     setText(this.words, this.lane < 0 ? `warp ${data.warp}: 32 lanes, one colour each` : this.laneWords());
     this.node.dataset.lane = this.lane;
+  }
+
+  // How many lines of a picture are not drawn.
+  rest(lanes) {
+    return lanes.length > MAX_LINES ? `, the first ${MAX_LINES} of ${lanes.length} lines` : "";
   }
 
   laneWords() {
@@ -108,7 +113,7 @@ class Mapping {
       }
       const text = String(numberOf(at));
       context.font = `${Math.min(12 * ratio, (wide / text.length) * 1.4)}px sans-serif`;
-      context.fillStyle = rgb[0] * 0.3 + rgb[1] * 0.59 + rgb[2] * 0.11 > 140 ? "#000" : "#fff";
+      context.fillStyle = inkOn(rgb);
       context.fillText(text, x + wide / 2, y + tall / 2, wide - 4);
     }
   }
@@ -135,7 +140,7 @@ class Mapping {
       context.fillStyle = `rgb(${rgb})`;
       context.fillRect(x * wide, y * tall, Math.ceil(wide) - 1, Math.ceil(tall) - (tall > 4 ? 1 : 0));
       if (wide > 14 && tall > 12) {
-        context.fillStyle = "#000";
+        context.fillStyle = inkOn(rgb);
         context.font = `${Math.min(11 * ratioOf(), tall * 0.8)}px sans-serif`;
         context.textBaseline = "middle";
         context.fillText(lane, x * wide + 4, y * tall + tall / 2, wide - 6);

@@ -1,7 +1,7 @@
 // Planes → canvas. One pixel per page on an image beside, scaled up; what needs more than a colour on top.
 
 import { ACTIVE, FREE, PINNED_BIT, RESERVED } from "./planes.js";
-import { mix, pixel } from "./colours.js";
+import { inkOn, mix, pixel } from "./colours.js";
 
 const FLASH_MS = 600;
 const FLASHES = Array.from({ length: 9 }, (_, level) => `rgba(255,255,255,${(0.85 * level) / 8})`);
@@ -100,7 +100,7 @@ export class Painter {
 
   drawDetails(planes, grid, colours, view, [left, right, top, bottom]) {
     const context = this.context, size = grid.cell;
-    const shade = `rgb(${mix(colours.states[ACTIVE], colours.states[FREE], 0.72)})`;
+    const shade = mix(colours.states[ACTIVE], colours.states[FREE], 0.72);
     for (let row = top; row < bottom; row++) {
       for (let column = left; column < right; column++) {
         const cell = row * grid.columns + column;
@@ -108,7 +108,7 @@ export class Painter {
         const page = grid.pageOfCell(cell), state = planes.state[page];
         const x = grid.x + column * size, y = grid.y + row * size;
         if (state === ACTIVE && view.mode === "state" && planes.fill[page] < planes.pageSize) {
-          context.fillStyle = shade; // what is not filled yet
+          context.fillStyle = `rgb(${shade})`; // what is not filled yet
           context.fillRect(x, y, size, size * (1 - planes.fill[page] / planes.pageSize));
         }
         if (planes.bits[page] & PINNED_BIT && state !== FREE) this.drawNotch(x, y, size, colours);
@@ -116,7 +116,7 @@ export class Painter {
       }
     }
     if (view.grid) this.drawGrid(grid, colours, [left, right, top, bottom]);
-    if (size >= NUMBER_CELL && grid.zoom > 1) this.drawNumbers(planes, grid, [left, right, top, bottom]);
+    if (size >= NUMBER_CELL && grid.zoom > 1) this.drawNumbers(planes, grid, view, shade, [left, right, top, bottom]);
   }
 
   drawNotch(x, y, size, colours) {
@@ -149,7 +149,7 @@ export class Painter {
     for (let row = top; row <= bottom; row++) context.fillRect(grid.x + left * size, Math.round(grid.y + row * size), width, 1);
   }
 
-  drawNumbers(planes, grid, [left, right, top, bottom]) {
+  drawNumbers(planes, grid, view, shade, [left, right, top, bottom]) {
     const context = this.context, size = grid.cell;
     context.font = `${Math.round(size / 4)}px sans-serif`;
     context.textBaseline = "top";
@@ -158,9 +158,8 @@ export class Painter {
         const cell = row * grid.columns + column;
         if (cell >= grid.count) break;
         const page = grid.pageOfCell(cell), pixels = this.pixels[cell];
-        const light = (pixels & 255) * 0.3 + ((pixels >> 8) & 255) * 0.59 + ((pixels >> 16) & 255) * 0.11;
-        const isShaded = planes.state[page] === ACTIVE && planes.fill[page] < planes.pageSize / 2;
-        context.fillStyle = light > 140 && !isShaded ? "#000" : "#fff";
+        const isShaded = view.mode === "state" && planes.state[page] === ACTIVE && planes.fill[page] < planes.pageSize / 2;
+        context.fillStyle = inkOn(isShaded ? shade : [pixels & 255, (pixels >> 8) & 255, (pixels >> 16) & 255]);
         context.fillText(page, grid.x + column * size + 3, grid.y + row * size + 3, size - 6);
       }
     }
@@ -195,9 +194,35 @@ export class Painter {
 
   // Two lines, black and white: seen on every colour, in every kind of sight.
   drawRings(grid, view) {
-    for (const page of view.rings) this.drawRing(grid, page, 2);
+    this.drawOutline(grid, view.rings);
     if (view.selected >= 0) this.drawRing(grid, view.selected, 3);
     if (view.cursor >= 0 && view.cursor !== view.selected) this.drawRing(grid, view.cursor, 1);
+  }
+
+  // Around pages that lie together goes one line: what is between them stays readable.
+  drawOutline(grid, pages) {
+    const context = this.context, size = grid.cell;
+    const cells = new Set(pages.map((page) => grid.cellOfPage(page)));
+    const path = new Path2D();
+    for (const cell of cells) {
+      const column = cell % grid.columns, x = grid.x + column * size, y = grid.y + Math.floor(cell / grid.columns) * size;
+      const side = (isOpen, x1, y1, x2, y2) => {
+        if (!isOpen) return;
+        path.moveTo(x1, y1);
+        path.lineTo(x2, y2);
+      };
+      side(!cells.has(cell - grid.columns), x, y, x + size, y);
+      side(!cells.has(cell + grid.columns), x, y + size, x + size, y + size);
+      side(column === 0 || !cells.has(cell - 1), x, y, x, y + size);
+      side(column === grid.columns - 1 || !cells.has(cell + 1), x + size, y, x + size, y + size);
+    }
+    context.lineCap = "square";
+    for (const [colour, line] of [["#000", 5], ["#fff", 2]]) {
+      context.strokeStyle = colour;
+      context.lineWidth = line;
+      context.stroke(path);
+    }
+    context.lineCap = "butt";
   }
 
   drawRing(grid, page, width) {

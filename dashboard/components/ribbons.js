@@ -4,7 +4,7 @@
 import { choice, element, fitCanvas, followed, isDark, loadStyles, located, number, ratioOf, setText } from "./dom.js";
 import { mix, rgbOf } from "./colours.js";
 
-const MIN_CELL = 9, MAX_CELL = 16, GAP = 1; // CSS pixels
+const MIN_CELL = 9, MAX_CELL = 30, TALL = 16, GAP = 1, LINE = TALL + 3; // CSS pixels
 const SORTS = ["newest", "pages", "wait"];
 const SHOWN = ["running", "waiting", "preempted"];
 
@@ -115,7 +115,7 @@ class Ribbons {
       if (page !== undefined) this.setTriggerValue("picked", { page });
     });
     canvas.addEventListener("pointermove", (event) => this.hover(row, event));
-    canvas.addEventListener("pointerleave", () => { this.tip.hidden = true; });
+    canvas.addEventListener("pointerleave", () => { this.tip.hidden = true; this.ringPage(undefined); });
     this.rows.set(key, row);
     return row;
   }
@@ -123,32 +123,56 @@ class Ribbons {
   paintRow(row) {
     const { one, canvas } = row;
     setText(row.label, one.name);
+    row.label.title = `${one.request_id || one.name}: show its pages on the map`;
     setText(row.words, one.words);
     const columns = Math.max(1, Math.floor((canvas.clientWidth || 300) / (this.cell + GAP)));
     row.columns = columns;
     const lines = Math.max(1, Math.ceil(one.pages.length / columns));
-    canvas.style.height = `${lines * (this.cell + GAP + 2)}px`;
+    canvas.style.height = `${lines * LINE}px`;
     fitCanvas(canvas);
     const context = canvas.getContext("2d"), ratio = ratioOf(), { states } = this.data.palette;
     context.clearRect(0, 0, canvas.width, canvas.height);
     one.pages.forEach((page, at) => {
-      const x = (at % columns) * (this.cell + GAP) * ratio, y = Math.floor(at / columns) * (this.cell + GAP + 2) * ratio, size = this.cell * ratio;
+      const x = (at % columns) * (this.cell + GAP) * ratio, y = Math.floor(at / columns) * LINE * ratio, size = this.cell * ratio, tall = TALL * ratio;
       const isLast = at === one.pages.length - 1;
       context.fillStyle = at < one.cached ? states.cached[this.kind] : states.active[this.kind];
-      context.fillRect(x, y, size, size);
+      context.fillRect(x, y, size, tall);
       if (isLast && one.tail < 1) {
         context.fillStyle = `rgb(${this.shade()})`;
-        context.fillRect(x + size * one.tail, y, size * (1 - one.tail), size);
+        context.fillRect(x + size * one.tail, y, size * (1 - one.tail), tall);
       }
       if (one.shared.includes(at)) {
         context.fillStyle = at < one.cached && this.kind === "dark" ? "#000" : "#fff";
-        context.fillRect(x + size * 0.35, y + size * 0.35, size * 0.3, size * 0.3);
+        const dot = 5 * ratio;
+        context.fillRect(x + (size - dot) / 2, y + (tall - dot) / 2, dot, dot);
       }
+      if (page === this.hovered) this.ring(context, x, y, size, tall);
     });
   }
 
+  // Two lines, black and white, as on the map.
+  ring(context, x, y, wide, tall) {
+    const ratio = ratioOf();
+    for (const [colour, line, inset] of [["#000", 4, 1], ["#fff", 2, 1]]) {
+      context.strokeStyle = colour;
+      context.lineWidth = line * ratio;
+      context.strokeRect(x + inset * ratio, y + inset * ratio, wide - 2 * inset * ratio, tall - 2 * inset * ratio);
+    }
+  }
+
+  // A page is ringed in every ribbon that has it.
+  ringPage(page) {
+    if (page === this.hovered) return;
+    const before = this.hovered;
+    this.hovered = page;
+    for (const row of this.rows.values()) {
+      if (row.one.pages.includes(page) || row.one.pages.includes(before)) this.paintRow(row);
+    }
+    this.node.dataset.hovered = page ?? "";
+  }
+
   placeAt(row, event) {
-    const column = Math.floor(event.offsetX / (this.cell + GAP)), line = Math.floor(event.offsetY / (this.cell + GAP + 2));
+    const column = Math.floor(event.offsetX / (this.cell + GAP)), line = Math.floor(event.offsetY / LINE);
     return column < row.columns ? line * row.columns + column : -1;
   }
 
@@ -159,10 +183,12 @@ class Ribbons {
   hover(row, event) {
     const place = this.placeAt(row, event), page = row.one.pages[place];
     this.tip.hidden = page === undefined;
+    this.ringPage(page);
     if (page === undefined) return;
+    const others = [...this.rows.values()].filter((each) => each !== row && each.one.pages.includes(page)).map((each) => each.one.name.split(" ")[0]);
     const how = place < row.one.cached ? "from the cache" : "computed";
     const size = this.data.page_size;
-    setText(this.tip, `page ${page} · ${how}\ntokens ${number(place * size)} … ${number(place * size + size - 1)}`);
+    setText(this.tip, `page ${page} · ${how}\ntokens ${number(place * size)} … ${number(place * size + size - 1)}${others.length ? `\nalso in ${others.slice(0, 6).join(", ")}${others.length > 6 ? ", …" : ""}` : ""}`);
     const box = this.node.getBoundingClientRect();
     this.tip.style.left = `${Math.min(event.clientX - box.left + 12, box.width - 180)}px`;
     this.tip.style.top = `${event.clientY - box.top + 12}px`;

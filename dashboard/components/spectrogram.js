@@ -30,9 +30,10 @@ class Spectrogram {
     this.words = element("span", { class: "muted" });
     this.canvas = element("canvas", { class: "wide", role: "img", style: "height: 46vh", "aria-label": "pages over the last ten minutes" });
     this.tip = element("div", { class: "tip", hidden: true });
-    this.axis = element("div", { class: "legend muted" }, "10 min ago", element("span", { class: "figures" }, "now"));
+    this.axis = element("div", { class: "axis muted" }, "10 min ago", element("span", {}, "now"));
+    this.legend = element("div", { class: "legend" });
     this.node = element("div", { class: "kvatlas", style: "position: relative" },
-      element("div", { class: "controls" }, this.modes.group, this.words), this.canvas, this.axis, this.tip);
+      element("div", { class: "controls" }, this.modes.group, this.words), this.legend, this.canvas, this.axis, this.tip);
     root.append(this.node);
     this.image = document.createElement("canvas");
     this.canvas.addEventListener("pointermove", (event) => this.hover(event));
@@ -88,6 +89,7 @@ class Spectrogram {
     if (!this.columns.length) return;
     const dark = isDark(this.root), kind = dark ? "dark" : "light", { palette } = this.data;
     const free = rgbOf(palette.states.free[kind]), active = rgbOf(palette.states.active[kind]), cached = rgbOf(palette.states.cached[kind]);
+    this.paintLegend(kind);
     const { bands } = this, image = new ImageData(SPAN, bands), start = SPAN - this.columns.length;
     const put = (x, y, [r, g, b]) => image.data.set([r, g, b, 255], (y * SPAN + x) * 4);
     for (let x = 0; x < start; x++) for (let y = 0; y < bands; y++) put(x, y, rgbOf(palette.ground.surface[kind]));
@@ -109,8 +111,25 @@ class Spectrogram {
     const context = this.canvas.getContext("2d");
     context.imageSmoothingEnabled = false;
     context.drawImage(this.image, 0, 0, this.canvas.width, this.canvas.height);
-    setText(this.words, `${bands} bands of ${number(this.pageCount / bands)} pages · ${this.columns.length} s`);
+    setText(this.words, `page 0 above, page ${number(this.pageCount - 1)} below · ${this.columns.length} s`);
     this.node.dataset.columns = this.columns.length;
+  }
+
+  paintLegend(kind) {
+    const key = `${this.mode} ${kind}`;
+    if (this.legendKey === key) return;
+    this.legendKey = key;
+    const { states } = this.data.palette;
+    const swatch = (name, text = name) => element("span", {}, element("i", { class: `swatch ${name}`, style: `background-color: ${states[name][kind]}` }), text);
+    const scale = (from, to) => {
+      const stops = [0, 0.25, 0.5, 0.75, 1].map((share) => `rgb(${ramp(share)})`);
+      return element("span", {}, from, element("i", { class: "ramp", style: `background: linear-gradient(90deg, ${stops})` }), to);
+    };
+    this.legend.replaceChildren(...{
+      occupancy: [swatch("active"), swatch("cached"), swatch("free")],
+      churn: [swatch("free", "nothing changed in that second"), scale("few pages", "all")],
+      age: [swatch("free", "nothing active"), scale("oldest active page: new", "9 min")],
+    }[this.mode]);
   }
 
   at(event) {

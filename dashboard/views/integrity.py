@@ -14,6 +14,14 @@ from dashboard.view_parts import choose_follower, clock_text, needs_map, period
 from kvatlas.client.errors import KvatlasError
 
 ROW = 3  # tiles side by side
+MEANS = {
+    "state_sum": "every page is in one state; the states add up to the pool",
+    "refcount": "references of a page are the rows that hold it",
+    "free_list": "the free list has each free page once, and no other",
+    "page_table": "no row twice; pages of a sequence fit its tokens",
+    "trie": "sealed pages, and only they, are in the prefix index",
+    "device_table": "rows on the device are what the books say",
+}
 RECORD_SECONDS = 300
 
 
@@ -36,6 +44,7 @@ def _live(follower: Follower) -> None:
     if not needs_map(follower):
         return
     st.subheader("The worker's audit", anchor=False)
+    st.caption("The worker checks its own books while requests run.")
     try:
         facts = process.live_pages().source.integrity(follower.worker_id)
     except KvatlasError as failure:
@@ -45,11 +54,10 @@ def _live(follower: Follower) -> None:
     st.subheader("This copy", anchor=False)
     with follower.live_map.locked() as page_map:
         checks = check_mirror(page_map)
-    columns = st.columns(len(checks))
-    for column, check in zip(columns, checks, strict=True):
-        mark = ":green[✔]" if not check.num_faults else ":red[✘]"
-        column.markdown(f"{mark} **{check.name}**")
-        column.caption(check.words if not check.num_faults else f"{check.num_faults} pages: {check.pages}")
+    st.caption("What this dashboard holds of the pool, checked against itself now.")
+    for column, check in zip(st.columns(len(checks)), checks, strict=True):
+        words = f"{check.num_faults} pages: {check.pages}" if check.num_faults else "holds on every page"
+        _tile(column, check.name, check.words, words, is_wrong=check.num_faults > 0)
     if follower.faults:
         st.caption(
             f"{follower.faults} messages of the feed did not fit and were answered with a new snapshot."
@@ -59,7 +67,8 @@ def _live(follower: Follower) -> None:
 def _audit(facts: IntegrityFacts, clock_ms: float) -> None:
     for start in range(0, len(facts.checks), ROW):
         for column, check in zip(st.columns(ROW), facts.checks[start : start + ROW], strict=False):
-            _tile(column, check, clock_ms)
+            words, is_wrong = _passes(check, clock_ms)
+            _tile(column, check.name, MEANS.get(check.name, ""), words, is_wrong=is_wrong)
     words = (
         f"{facts.sweep_count:,} times over every page · last round {facts.last_round_seconds * 1000:.2f} ms"
     )
@@ -68,14 +77,21 @@ def _audit(facts: IntegrityFacts, clock_ms: float) -> None:
         st.dataframe(violations_table(facts.violations), hide_index=True)
 
 
-def _tile(column: "st.delta_generator.DeltaGenerator", check: CheckFacts, clock_ms: float) -> None:
-    mark = ":green[✔]" if not check.fail_count else ":red[✘]"
+def _passes(check: CheckFacts, clock_ms: float) -> tuple[str, bool | None]:
+    """How often it held; whether it failed, None: nobody knows yet."""
     if check.last_run_ms is None:
-        mark, ago = ":gray[…]", "not run yet"
-    else:
-        ago = f"{max(0.0, clock_ms - check.last_run_ms) / 1000:.0f} s ago"
-    column.markdown(f"{mark} **{check.name}** · {ago}")
-    column.caption(f"{check.pass_count:,} passes · {check.fail_count:,} fails")
+        return "not run yet", None
+    ago = max(0.0, clock_ms - check.last_run_ms) / 1000
+    return f"{check.pass_count:,} passes · {check.fail_count:,} fails · {ago:.0f} s ago", check.fail_count > 0
+
+
+def _tile(
+    column: "st.delta_generator.DeltaGenerator", name: str, means: str, words: str, *, is_wrong: bool | None
+) -> None:
+    """One check: its mark, what it says, how it stands."""
+    mark = {None: ":gray[…]", False: ":green[✔]", True: ":red[✘]"}[is_wrong]
+    lines = [f"{mark} **{name}**", *([means] if means else []), f":small[{words}]"]
+    column.container(border=True).markdown("  \n".join(lines))
 
 
 def violations_table(violations: Sequence[ViolationFacts]) -> pd.DataFrame:

@@ -22,11 +22,10 @@ from dashboard.view_parts import (
 )
 
 HZ = 10
-LOOKS = {
+LOOKS = {  # ways to look at the map, by their name in the address; the first one is the default
     "colour": ("state", "owner", "fill", "refs", "age"),
     "layout": ("physical", "request", "eviction", "age"),
 }
-"""Ways to look at the map by their name in the address; the first one is the default."""
 
 
 def show() -> None:

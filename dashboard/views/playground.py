@@ -172,11 +172,15 @@ def _answer(events: list[Event], seconds: float) -> Answer:
     )
 
 
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1.0 else f"{seconds:.2f} s"
+
+
 def _bill(answer: Answer, place: "st.delta_generator.DeltaGenerator") -> None:
     with place.container():
         figures(
             {
-                "First token": f"{answer.first_token_seconds * 1000:.0f} ms",
+                "First token": _seconds(answer.first_token_seconds),
                 "Tokens": f"{answer.prompt_tokens:,} + {answer.completion_tokens:,}",
                 "Bill": f"{answer.page_seconds:.1f} page·s",
                 "Saved by sharing": f"{answer.page_seconds_saved:.1f} page·s",

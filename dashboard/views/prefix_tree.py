@@ -30,14 +30,16 @@ def _live(follower: Follower) -> None:
     if server is not None and server.features and "prefix_cache" not in server.features:
         st.info("The prefix cache is off: the service does not name it among its features.")
         return
-    left, right = st.columns(2)
-    is_pinned_only = left.toggle("pinned only", key="pinned_only")
-    all_ghosts = right.toggle("all ghosts", key="all_ghosts", help="those that never came back, too")
+    with st.container(horizontal=True):
+        is_pinned_only = st.toggle("pinned only", key="pinned_only")
+        all_ghosts = st.toggle(
+            "all ghosts", key="all_ghosts", help="evicted prefixes that nobody asked for again, too"
+        )
     tree = _tree(follower, is_pinned_only=is_pinned_only, all_ghosts=all_ghosts)
     if not tree.nodes:
         st.info("Nothing is pinned." if is_pinned_only else "Nothing is cached yet: no page is sealed.")
         return
-    words = f"sealed {tree.num_pages:,} pages in {tree.num_roots:,} roots · depth {tree.depth:,}"
+    words = f"{tree.num_pages:,} sealed pages under {tree.num_roots:,} first pages · {tree.depth:,} deep"
     shade = kept("shade", LOOKS["shade"])
     data = {"nodes": [drawn(node) for node in tree.nodes], "words": words, "shade": shade}
     mount("icicle.js", data, key="icicle", on_picked=_take_pick, on_looked=_take_look)
@@ -45,7 +47,10 @@ def _live(follower: Follower) -> None:
     if page is not None and st.button(f"Show page {page} on the map", key="tree_go"):
         wanted = {**st.query_params.to_dict(), "page": str(page)}
         st.switch_page("views/page_map.py", query_params=wanted)
-    st.caption("Click: zoom. Right click: copy the fingerprint. Hatched: evicted, by what it continued.")
+    st.caption(
+        "Each rectangle is a run of pages without a branch, as wide as all that hangs below it. "
+        "Click: zoom, and again: back. Right click: copy the fingerprint."
+    )
 
 
 def _tree(follower: Follower, *, is_pinned_only: bool, all_ghosts: bool) -> Tree:

@@ -15,6 +15,7 @@ from dashboard.view_parts import (
     needs_map,
     period,
     sequence_name,
+    short_id,
 )
 from kvatlas.client.page_map import SequencePages
 
@@ -85,7 +86,9 @@ def _ribbon(
     tail = one.token_count - (len(pages) - 1) * page_size if pages else 0
     return {
         "key": f"{one.request_id}/{one.choice_index}/{one.owner}",
-        "name": sequence_name(one.owner, one.request_id, one.choice_index) if one.owner else one.request_id,
+        "name": sequence_name(one.owner, one.request_id, one.choice_index)
+        if one.owner
+        else short_id(one.request_id),
         "request_id": one.request_id,
         "owner": one.owner,
         "state": one.state,

@@ -214,6 +214,19 @@ def test_a_leak_that_the_audit_finds_is_on_the_screen(
         pages.stop()
 
 
+def test_a_token_file_that_cannot_be_read_is_told(feed: FeedServer, wait_until: Callable[..., None]) -> None:
+    def fail() -> str:
+        raise PermissionError(13, "Permission denied", "/run/secrets/token")
+
+    pages = LivePages(ServiceSource(feed.address, fail)).start()
+    try:
+        wait_until(lambda: pages.failure)
+        assert pages.failure_kind == "denied"
+        assert "/run/secrets/token" in pages.failure
+    finally:
+        pages.stop()
+
+
 def test_a_worker_that_is_gone_is_shown_for_a_while_and_then_forgotten(
     feed: FeedServer, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,9 +1,13 @@
 """`kvatlas demo`, as `make demo` runs it."""
 
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -33,3 +37,34 @@ def test_the_demo_shows_three_maps_and_hits_and_leaves_nothing(model_path: Path,
         assert sum(map(int, re.findall(r"(?:free|active|cached|pinned|reserved) (\d+)", legend))) == 256
     assert "= 256 pages" in picture.read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["pages.svg"]
+
+
+def test_on_a_terminal_or_by_wish_it_serves_on_with_the_dashboard(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvatlas.cli", "demo", "--keep", "--model", "random:tiny", "-n", "8"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}"}
+    demo = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path
+    )
+    try:
+        assert demo.stdout is not None
+        url = next(line.split()[-1] for line in demo.stdout if line.startswith("Every page, live:"))
+        limit = time.monotonic() + 60
+        while "live" not in (seen := _workers(url)).values():
+            assert time.monotonic() < limit, seen
+            time.sleep(0.05)
+        demo.send_signal(signal.SIGINT)
+        out, err = demo.communicate(timeout=60)
+        assert demo.returncode == 0, out + err
+        assert "drained and ended" in out
+        with pytest.raises(OSError, match="refused"):
+            _workers(url)
+    finally:
+        demo.kill()
+        demo.wait()
+
+
+def _workers(url: str) -> dict[str, str]:
+    """What the dashboard's probe says of the workers it sees."""
+    with urllib.request.urlopen(url + "live/health", timeout=10) as answer:
+        workers: dict[str, str] = json.load(answer)["workers"]
+        return workers

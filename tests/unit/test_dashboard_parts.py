@@ -1,26 +1,32 @@
 """The dashboard's parts that need no browser: tree, ghosts, checks, spectrogram, palette, mapping, config."""
 
+import asyncio
+import ctypes
 import io
 import json
 import math
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from dashboard import charts, demo_messages
+from dashboard import allocator, charts, demo_messages
 from dashboard.config import ConfigError, from_args
 from dashboard.demo_pool import DemoPool
+from dashboard.demo_source import DemoSource
 from dashboard.facts import Estimate, EstimateReport
 from dashboard.ghosts import Ghost, Ghosts
 from dashboard.history import History
 from dashboard.kernel_mapping import KernelMapping
 from dashboard.live_map import LiveMap
+from dashboard.live_pages import STALE_SECONDS, Follower, Status
 from dashboard.mirror_checks import check_mirror
 from dashboard.spectrogram import FIGURES, Moment, Spectrogram
 from dashboard.theme import PALETTE, options
 from dashboard.tree import NO_PAGE, build_tree
+from dashboard.web import GoneTabs
 from kernels.paged_cuda.shape import KernelShape
 from kvatlas.v1 import cache_pb2 as pb
 
@@ -442,3 +448,38 @@ def test_a_snapshot_can_be_read_by_numpy() -> None:
     told = np.load(packed)
     assert (told["states"] == live.page_map.planes["states"]).all()
     assert told["revision"].tolist() == [live.page_map.revision.epoch, live.page_map.revision.number]
+
+
+def test_a_worker_that_the_service_has_lost_is_stale_before_its_silence_is() -> None:
+    now = [0.0]
+    follower = Follower(DemoSource(64), "w", 60, lambda: now[0])
+    follower._status = Status("live")
+    now[0], follower.lost_at = 0.2, 0.1
+    assert (follower.status.kind, follower.status.reason) == ("stale", "the service has lost the worker")
+    follower._fresh_at = 0.15
+    assert follower.status.kind == "live", "news from after that word"
+    follower.lost_at = None
+    now[0] += STALE_SECONDS
+    assert (follower.status.kind, follower.status.reason[:16]) == ("stale", "nothing is heard")
+
+
+def test_a_tab_that_is_gone_is_no_crash_and_other_faults_are() -> None:
+    class WebSocketDisconnected(RuntimeError):
+        """As Starlette's."""
+
+    async def call(kind: str, fault: Exception) -> None:
+        async def fail(*_: Any) -> None:
+            raise fault
+
+        await GoneTabs(fail)({"type": kind, "path": "/_stcore/stream"}, None, None)
+
+    asyncio.run(call("websocket", WebSocketDisconnected("closed")))
+    for kind, fault in (("http", WebSocketDisconnected("closed")), ("websocket", RuntimeError("a bug"))):
+        with pytest.raises(RuntimeError):
+            asyncio.run(call(kind, fault))
+
+
+def test_the_allocator_is_set_where_there_is_one_to_set() -> None:
+    allocator.settle()  # twice is as good as once
+    allocator.settle()
+    assert ctypes.CDLL(None).mallopt(allocator.M_ARENA_MAX, allocator.ARENAS) == 1, "glibc took it"

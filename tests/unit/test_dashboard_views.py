@@ -15,6 +15,7 @@ from dashboard.config import from_args
 from dashboard.demo_source import DemoSource
 from dashboard.facts import IntegrityFacts, ServerFacts, ViolationFacts
 from dashboard.live_pages import LivePages
+from dashboard.view_parts import short_id
 from kvatlas.client.errors import KvatlasError, PermissionDenied, Refused, Unavailable
 
 APP = Path(__file__).parents[2] / "dashboard" / "app.py"
@@ -115,8 +116,8 @@ def test_a_page_in_the_url_is_inspected(pages: LivePages, source: DemoSource) ->
     page = sequence.pages[0]
     app = run("page_map", page=str(page))
     assert f"Page {page}" in texts_of(app)
-    assert f"`{page * 16}` … `{page * 16 + 15}`" in texts_of(app)
-    assert any(sequence.request_id in str(each.label) for each in app.button)
+    assert f"slots {page * 16:,} … {page * 16 + 15:,}" in texts_of(app)
+    assert any(short_id(sequence.request_id) in str(each.label) for each in app.button)
     assert drawn(app)["page_map.js"]["selected"] == page
     events = app.dataframe[0].value
     assert events["event"].tolist()[-1] in ("allocated", "shared", "revived", "sealed", "released")
@@ -135,6 +136,29 @@ def test_a_request_in_the_url_is_ringed_and_listed(pages: LivePages, source: Dem
     assert table["first slot"].tolist() == [page * 16 for page in sequence.pages]
     assert table["cached"].sum() == sequence.hit_tokens // 16
     assert "has ended" in texts_of(run("page_map", req="nobody"))
+
+
+def test_how_it_is_looked_at_stands_in_the_address(pages: LivePages) -> None:
+    told = drawn(run("page_map", colour="owner", layout="eviction"))["page_map.js"]
+    assert (told["colour"], told["layout"]) == ("owner", "eviction")
+    told = drawn(run("page_map", colour="<b>", layout=""))["page_map.js"]
+    assert (told["colour"], told["layout"]) == ("state", "physical"), "what is no choice is the first one"
+    assert drawn(run("requests", sort="pages"))["ribbons.js"]["sort"] == "pages"
+    assert drawn(run("prefix_tree", shade="hits"))["icicle.js"]["shade"] == "hits"
+
+
+def test_a_choice_outlives_a_change_of_view(pages: LivePages) -> None:
+    app = run("page_map")
+    app.session_state["kept_colour"] = (
+        "refs"  # as a choice on the map leaves it; navigation drops the address
+    )
+    app.run()
+    assert drawn(app)["page_map.js"]["colour"] == "refs"
+
+
+def test_long_ids_are_told_by_their_ends() -> None:
+    assert short_id("chat-42") == "chat-42"
+    assert short_id("01a229c1-6bae-742e-9ddc-20c1b1304907") == "…b1304907"
 
 
 def test_the_table_has_the_pages_of_the_map(pages: LivePages, source: DemoSource) -> None:

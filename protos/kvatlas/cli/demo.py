@@ -1,10 +1,12 @@
 """`kvatlas demo`: one model, two questions with the same beginning, the page map before, during and after.
 
 Everything goes the way of any client: a server in processes of its own, gRPC between. It checks what
-it shows: without hits in the prefix cache, or with a page left in use, it fails.
+it shows: without hits in the prefix cache, or with a page left in use, it fails. For a person (`--keep`, or
+on a terminal) it then goes on to serve, with the dashboard, until it is interrupted.
 """
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,7 +15,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from kvatlas.cli import config
+from kvatlas.cli import config, demo_dashboard
 from kvatlas.cli.asking import describe
 from kvatlas.cli.exits import DONE, CommandFailed
 from kvatlas.cli.pages import print_map, write_svg
@@ -42,6 +44,7 @@ QUESTIONS = ("Who built the lighthouse, and when?", "What did the keeper eat dur
 
 def run(settings: Namespace) -> int:
     """The whole show; leaves no process behind."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends everything in order, as Ctrl-C does
     pull(settings.model)
     with tempfile.TemporaryDirectory(prefix="kvatlas-demo-") as name:
         folder = Path(name)
@@ -51,6 +54,8 @@ def run(settings: Namespace) -> int:
             facts = _wait_ready(server, folder, started)
             with Client(facts["address"]) as client:
                 _show(client, settings, started)
+            if settings.keep or (sys.stdin.isatty() and sys.stdout.isatty()):
+                _keep(server, facts["address"], folder)
         except BaseException:
             _stop(server)
             print(_tail(folder), file=sys.stderr)
@@ -106,6 +111,26 @@ def _show(client: Client, settings: Namespace, started: float) -> None:
         f"The second question begins like the first: {prefix.hit_tokens} of its {second.usage.prompt_tokens}"
         f" prompt tokens were served from {pages} CACHED pages and not computed again."
     )
+
+
+def _keep(server: "subprocess.Popen[bytes]", address: str, folder: Path) -> None:
+    """Until Ctrl-C. A dashboard that cannot be shown is no reason to end."""
+    try:
+        _say("\nstarting the dashboard …")
+        try:
+            with demo_dashboard.running(address, folder) as (url, dashboard):
+                _say(f"Every page, live: {url}")
+                _say(f"In another terminal: kvatlas chat --address {address}\nCtrl-C ends.")
+                while server.poll() is None and dashboard.poll() is None:
+                    time.sleep(POLL_SECONDS)
+                if server.poll() is None:
+                    raise CommandFailed(f"the dashboard ended with exit code {dashboard.poll()}")
+        except CommandFailed as failure:
+            _say(f"{failure}\nThe server goes on: kvatlas chat --address {address}\nCtrl-C ends.")
+            while server.poll() is None:
+                time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        _say("")
 
 
 class _Clock:

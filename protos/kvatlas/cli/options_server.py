@@ -91,8 +91,9 @@ DEMO = Command(
     "demo",
     "see it work: one model, two questions, three page maps",
     "Starts a server on free ports, streams an answer, shows the page map before, during and after,\n"
-    "asks again with the same beginning, and shows which pages were found in the cache.",
-    ("kvatlas demo",),
+    "asks again with the same beginning, and shows which pages were found in the cache. On a terminal, or\n"
+    "with --keep, it then serves on and shows the pages in a browser.",
+    ("kvatlas demo", "kvatlas demo --keep"),
     (
         Option("model", str, "a name that `kvatlas pull` knows, or a path", DEFAULT_MODEL, "m", "NAME"),
         Option("num_pages", int, "pages of the pool", 255),
@@ -100,6 +101,9 @@ DEMO = Command(
         Option("max_tokens", int, "tokens of each answer", 48, "n"),
         Option(
             "svg", str, "also write a picture of the page map during the second answer", "", metavar="FILE"
+        ),
+        Option(
+            "keep", bool, "then serve on, with the dashboard, until Ctrl-C; on a terminal by itself", False
         ),
     ),
 )
@@ -119,6 +123,11 @@ DASHBOARD = Command(
         Option("listen", str, "host:port where browsers come; port 0: any free one", "127.0.0.1:8501"),
         Option("demo", bool, "a simulated pool; no server is asked", False),
         Option("token_file", str, "file with the bearer token for the service", "", metavar="FILE"),
+        Option(
+            "ca_file", str, "TLS to the service, with the authorities of this PEM file", "", metavar="FILE"
+        ),
+        Option("certificate_file", str, "certificate of the dashboard (mTLS), PEM", "", metavar="FILE"),
+        Option("key_file", str, "its key, PEM", "", metavar="FILE"),
         Option("grafana_url", str, "where Grafana is, for links", "", metavar="URL"),
         Option("ready_file", str, "write the address there, as JSON, when ready", "", metavar="FILE"),
         Option("log_level", str, "what is logged", "info", choices=("debug", "info", "warning", "error")),
