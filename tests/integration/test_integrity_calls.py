@@ -13,15 +13,16 @@ FAKE = ("--runner", "fake", "--model", "random:tiny", "--num-pages", "255")
 
 
 def test_a_sound_server_passes_every_check(
-    start_server: Callable[..., Any], wait_until: Callable[..., None]
+    start_server: Callable[..., Any], wait_until: Callable[..., None], hold: Any
 ) -> None:
     """H5: GetIntegrity and RunIntegrityCheck while a request runs."""
-    server = start_server(*FAKE, "--set-worker", "fake_step_ms=5", "--set-worker", "audit_interval=0.1")
+    server = start_server(*FAKE, *hold.settings, "--set-worker", "audit_interval=0.1")
     with grpc.insecure_channel(server.address) as channel:
         cache = cache_pb2_grpc.CacheServiceStub(channel)
         generation = generation_pb2_grpc.GenerationServiceStub(channel)
         spec = generation_pb2.GenerationSpec(text="a b c")
-        spec.stop.max_tokens = 200
+        spec.stop.max_tokens = hold.tokens
+        spec.stop.ignore_eos = True
         stream = generation.StreamGenerate(generation_pb2.StreamGenerateRequest(spec=spec))
         next(stream)
         report = cache.RunIntegrityCheck(pb.RunIntegrityCheckRequest())
@@ -33,6 +34,7 @@ def test_a_sound_server_passes_every_check(
             return len(answer.checks) == 6 and all(check.pass_count for check in answer.checks)
 
         wait_until(passed, "a pass of all six checks")
+        hold.off()
         list(stream)
         answer = cache.GetIntegrity(pb.GetIntegrityRequest())
         assert [check.fail_count for check in answer.checks] == [0] * 6
@@ -49,7 +51,7 @@ def test_a_leak_is_told_to_who_asks_and_to_who_watches(start_server: Callable[..
     )
     with grpc.insecure_channel(server.address) as channel:
         cache = cache_pb2_grpc.CacheServiceStub(channel)
-        watch = cache.WatchPageMap(pb.WatchPageMapRequest(), timeout=20)
+        watch = cache.WatchPageMap(pb.WatchPageMapRequest(), timeout=120)
         told = next(message.violations[0] for message in watch if message.violations)
         watch.cancel()
         answer = cache.GetIntegrity(pb.GetIntegrityRequest())

@@ -35,7 +35,8 @@ from kvatlas.v1 import (
 
 ROOT = Path(__file__).resolve().parents[2]
 BUF = shutil.which("buf", path=str(Path(sys.executable).parent)) or ""
-PAGE_SIZE, NUM_PAGES = 4, 400
+PAGE_SIZE, NUM_PAGES = 4, 1000
+CALL_SECONDS = 120.0  # ends a call that hangs
 PROMPT = "the same words for all tenants, over and over"
 TOKENS = {name: f"{name}-4f1d0c9be2" for name in ("team-a", "team-b", "looker", "operator", "stranger")}
 SCOPES = {
@@ -101,6 +102,7 @@ class Deployment:
     """One worker; services in plaintext, with mTLS and with TLS; all with the same auth file."""
 
     folder: Path
+    hold: Any  # on while a test looks at what runs
     plain: str = ""
     secure: str = ""  # asks for certificates
     tls: str = ""  # asks for tokens
@@ -119,6 +121,14 @@ class Deployment:
             return subprocess.Popen(
                 [sys.executable, "-m", *words], env={**os.environ, "PYTHONPATH": path}, stdout=log, stderr=log
             )
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        self.hold.on()
+        try:
+            yield
+        finally:
+            self.hold.off()
 
     @contextmanager
     def client(self, name: str) -> Iterator["Client"]:
@@ -150,28 +160,35 @@ class Client:
         if priority:
             spec.scheduling.priority = priority
         request = generation_pb2.GenerateRequest(spec=spec)
-        return self.generation.Generate(request, timeout=20, metadata=self.metadata)
+        return self.generation.Generate(request, timeout=CALL_SECONDS, metadata=self.metadata)
 
     def stream(self, request_id: str) -> Any:
-        spec = generation_pb2.GenerationSpec(text=PROMPT, stop={"max_tokens": 400, "ignore_eos": True})
+        spec = generation_pb2.GenerationSpec(text=PROMPT, stop={"max_tokens": 700, "ignore_eos": True})
         spec.request_id = request_id
         request = generation_pb2.StreamGenerateRequest(spec=spec)
-        return self.generation.StreamGenerate(request, timeout=30, metadata=self.metadata)
+        return self.generation.StreamGenerate(request, timeout=CALL_SECONDS, metadata=self.metadata)
 
     def look(self) -> Any:
-        return self.cache.GetPagePool(cache_pb2.GetPagePoolRequest(), timeout=5, metadata=self.metadata)
+        return self.cache.GetPagePool(
+            cache_pb2.GetPagePoolRequest(), timeout=CALL_SECONDS, metadata=self.metadata
+        )
 
     def sequences(self) -> Any:
         request = cache_pb2.ListSequencesRequest()
-        return self.cache.ListSequences(request, timeout=5, metadata=self.metadata).sequences
+        return self.cache.ListSequences(request, timeout=CALL_SECONDS, metadata=self.metadata).sequences
 
     def info(self) -> Any:
-        return self.server.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=5, metadata=self.metadata)
+        return self.server.GetServerInfo(
+            server_pb2.GetServerInfoRequest(), timeout=CALL_SECONDS, metadata=self.metadata
+        )
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory, wait_until: Any) -> Iterator[Deployment]:
-    made = Deployment(tmp_path_factory.mktemp("auth"))
+def deployment(
+    tmp_path_factory: pytest.TempPathFactory, wait_until: Any, make_hold: Any
+) -> Iterator[Deployment]:
+    made = Deployment(tmp_path_factory.mktemp("auth"), make_hold())
+    made.hold.off()
     folder = made.folder
     make_authority(folder)
     make_certificate(folder, "server", "localhost")
@@ -180,7 +197,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory, wait_until: Any) -> Ite
     write_private(made.auth_file, auth_text({name: TOKENS[name] for name in SCOPES}))
     engine = f"ipc://{folder}/engine"
     worker = ["worker", "--runner", "fake", "--model", "random:tiny", "--metrics-port", "-1"]
-    worker += ["--page-size", str(PAGE_SIZE), "--num-pages", str(NUM_PAGES), "--fake-step-ms", "5"]
+    worker += ["--page-size", str(PAGE_SIZE), "--num-pages", str(NUM_PAGES), *made.hold.flags]
     worker += ["--engine-address", engine, "--pages-address", f"ipc://{folder}/pages"]
     service = ["service", "--model", "random:tiny", "--workers", engine, "--address", "127.0.0.1:0"]
     service += ["--auth-file", str(made.auth_file), "--drain-listen", "0", "--grace", "1"]
@@ -193,17 +210,17 @@ def deployment(tmp_path_factory: pytest.TempPathFactory, wait_until: Any) -> Ite
         made.start("tls", *service, *tls[:4], "--metrics-address", "", "--instance-id", "tls"),
     ]
     try:
-        wait_until(lambda: made.log().count("event=listening address=") == 3, "the services", 40)
+        wait_until(lambda: made.log().count("event=listening address=") == 3, "the services")
         made.plain, made.metrics = listening(folder / "plain.log")
         made.secure, _ = listening(folder / "secure.log")
         made.tls, _ = listening(folder / "tls.log")
         with made.client("operator") as client:
-            wait_until(lambda: not refusal(client.look) and not refusal(client.generate), "a map", 40)
+            wait_until(lambda: not refusal(client.look) and not refusal(client.generate), "a map")
         yield made
     finally:
         for process in processes[::-1]:
             process.terminate()
-            process.wait(20)
+            process.wait(CALL_SECONDS)
 
 
 def listening(log: Path) -> tuple[str, str]:
@@ -234,7 +251,7 @@ def test_without_a_valid_token_nothing_is_answered_whatever_is_asked(
         for call in (client.generate, client.look, client.info, client.sequences):
             assert refusal(call) == refused
         raw = client.channel.unary_unary("/kvatlas.v1.GenerationService/Generate")
-        assert refusal(lambda: raw(b"\xff\xff", timeout=5, metadata=client.metadata)) == refused, (
+        assert refusal(lambda: raw(b"\xff\xff", timeout=CALL_SECONDS, metadata=client.metadata)) == refused, (
             "who calls is asked before what is read"
         )
 
@@ -257,7 +274,7 @@ def test_two_tenants_never_share_a_page(deployment: Deployment, wait_until: Any)
     """B022: the prefix cache answers the same prompt within a tenant only, and the page map shows no page
     that sequences of two tenants hold."""
     text = "a text that nobody has sent before this test, twice by each"
-    with deployment.client("team-a") as a, deployment.client("team-b") as b:
+    with deployment.held(), deployment.client("team-a") as a, deployment.client("team-b") as b:
         hits = [client.generate(text).usage.prefix.hit_tokens for client in (a, b, a, b)]
         assert hits[:2] == [0, 0], "what one tenant has computed is not found by the other"
         assert min(hits[2:]) >= PAGE_SIZE, "its own is"
@@ -288,7 +305,7 @@ def held(operator: Client) -> dict[str, set[int]]:
 def test_a_principal_has_so_many_requests_at_once_and_others_are_not_touched(
     deployment: Deployment, wait_until: Any
 ) -> None:
-    with deployment.client("team-a") as a, deployment.client("team-b") as b:
+    with deployment.held(), deployment.client("team-a") as a, deployment.client("team-b") as b:
         streams = [a.stream(f"share-{number}") for number in range(3)]
         for stream in streams:
             next(iter(stream))
@@ -300,13 +317,13 @@ def test_a_principal_has_so_many_requests_at_once_and_others_are_not_touched(
 
 
 def test_one_tenant_cannot_cancel_what_another_runs(deployment: Deployment) -> None:
-    with deployment.client("team-a") as a, deployment.client("team-b") as b:
+    with deployment.held(), deployment.client("team-a") as a, deployment.client("team-b") as b:
         stream = a.stream("mine")
         next(iter(stream))
         request = generation_pb2.CancelGenerationRequest(request_ids=["mine"])
-        answer = b.generation.CancelGeneration(request, timeout=5, metadata=b.metadata)
+        answer = b.generation.CancelGeneration(request, timeout=CALL_SECONDS, metadata=b.metadata)
         assert list(answer.unknown_ids) == ["mine"]
-        answer = a.generation.CancelGeneration(request, timeout=5, metadata=a.metadata)
+        answer = a.generation.CancelGeneration(request, timeout=CALL_SECONDS, metadata=a.metadata)
         assert list(answer.cancelled_ids) == ["mine"]
         list(stream)
 
@@ -367,7 +384,7 @@ def serial(deployment: Deployment) -> bytes:
     context.set_alpn_protocols(["h2"])
     host, _, port = deployment.secure.partition(":")
     with (
-        socket.create_connection((host, int(port)), timeout=5) as plain,
+        socket.create_connection((host, int(port)), timeout=CALL_SECONDS) as plain,
         context.wrap_socket(plain, server_hostname=host) as connection,
     ):
         return connection.getpeercert(binary_form=True) or b""
@@ -407,7 +424,7 @@ def test_a_token_is_given_and_taken_without_a_restart_and_secrets_are_shown_nowh
         wait_until(lambda: "event=auth_file_refused" in deployment.log(), "the refusal in the log")
         assert refusal(new.info) == "", "the old file stays in force"
     shown = [deployment.log()]
-    with urllib.request.urlopen(deployment.metrics, timeout=10) as answer:
+    with urllib.request.urlopen(deployment.metrics, timeout=CALL_SECONDS) as answer:
         shown.append(answer.read().decode())
     with deployment.client("stranger") as client, pytest.raises(grpc.RpcError) as raised:
         client.generate()
