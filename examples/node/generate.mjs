@@ -2,8 +2,8 @@
 //
 //   node examples/node/generate.mjs [ADDRESS]
 //
-// Shows a stream, a cancel, a deadline of 200 ms, a refused request with its details, and the planes of
-// the page map. Ends with exit code 1 if anything is not as it should be.
+// Shows a stream, a cancel, a deadline of 200 ms, a refused request with its details, the retries of the
+// service config, and the planes of the page map. Ends with exit code 1 if anything is not as it should be.
 
 import { readFileSync } from "node:fs";
 import { dirname, join } from "node:path";
@@ -103,6 +103,47 @@ async function refused() {
   console.log(`refused: ${details.reason} at ${details.fields.join(", ")}`);
 }
 
+// Until a server has taken a call, gRPC sends it again by itself, as service_config.json says. Seen at a
+// server of our own that is not ready twice, and says when to come back.
+async function retry() {
+  let attempts = 0;
+  const server = new grpc.Server();
+  server.addService(kvatlas.v1.GenerationService.service, {
+    StreamGenerate(call) {
+      attempts += 1;
+      if (attempts < 3) {
+        const metadata = new grpc.Metadata();
+        metadata.set("grpc-retry-pushback-ms", "20");
+        call.emit("error", { code: grpc.status.UNAVAILABLE, details: "loading", metadata });
+        return;
+      }
+      call.write({ summary: { usage: { promptTokens: 1 } } });
+      call.end();
+    },
+  });
+  const port = await new Promise((resolve, reject) =>
+    server.bindAsync("127.0.0.1:0", grpc.ServerCredentials.createInsecure(), (error, bound) =>
+      error ? reject(error) : resolve(bound),
+    ),
+  );
+  const client = new kvatlas.v1.GenerationService(
+    `127.0.0.1:${port}`,
+    grpc.credentials.createInsecure(),
+    options,
+  );
+  try {
+    const events = [];
+    for await (const { event } of client.StreamGenerate({ spec: { text: "x" } }, deadline(10000)))
+      events.push(event);
+    assert.deepEqual(events, ["summary"]);
+    assert.equal(attempts, 3);
+  } finally {
+    client.close();
+    server.forceShutdown();
+  }
+  console.log(`retry: taken at attempt ${attempts}`);
+}
+
 // Planes are arrays without a header. Copy the Buffer first: its offset need not be a multiple of 4.
 async function pages() {
   const call = cache.WatchPageMap({ planes: ["states", "used_ms"] }, deadline(10000));
@@ -165,7 +206,7 @@ function decodeDetails(trailer) {
   return found;
 }
 
-for (const step of [stream, cancel, timeout, refused, pages]) await step();
+for (const step of [stream, cancel, timeout, refused, retry, pages]) await step();
 generation.close();
 cache.close();
 console.log("all as it should be");

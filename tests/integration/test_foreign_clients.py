@@ -65,11 +65,12 @@ def test_a_node_client_streams_cancels_times_out_and_reads_details(real_server: 
     done = run(["node", str(NODE_FOLDER / "generate.mjs"), real_server.address])
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "all as it should be"
-    assert [line.split(":")[0] for line in done.stdout.splitlines()[:5]] == [
+    assert [line.split(":")[0] for line in done.stdout.splitlines()[:6]] == [
         "stream",
         "cancel",
         "deadline",
         "refused",
+        "retry",
         "pages",
     ]
 
