@@ -33,6 +33,7 @@ from service.request import (
 __all__ = ["Command", "CommandReply"]
 
 PROTOCOL = 1
+MAX_PAGES = (1 << 26) + 1  # the most that a worker is configured with, and its dummy page
 STARTING, SERVING, DRAINING, LOST = 1, 2, 3, 4
 """ServerState, as numbers."""
 
@@ -220,6 +221,8 @@ def decode(frame: bytes) -> tuple[int, str, Any]:
 
 
 def _facts(config: worker_pb2.Config) -> WorkerFacts:
+    if config.geometry.page_count > MAX_PAGES:  # a mirror takes 30 bytes of each
+        raise ValueError(f"a pool of {config.geometry.page_count} pages, at most {MAX_PAGES}")
     return WorkerFacts(
         worker_id=config.worker.worker_id,
         epoch=config.worker.epoch,

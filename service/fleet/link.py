@@ -226,11 +226,12 @@ class WorkerLink:
 
     def _on_frames(self, frames: list[bytes]) -> None:
         try:
-            number, kind, value = codec.decode(frames[0])
-        except Exception:
+            self._take(*codec.decode(frames[0]))
+        except Exception:  # whatever a worker sends costs it this connection; the loop reads on
             log.exception("event=bad_message worker=%s", self.worker_id)
-            self._lose(LostReason.PARTITION, "sent a message that cannot be read")
-            return
+            self._lose(LostReason.PARTITION, "sent a message that cannot be used")
+
+    def _take(self, number: int, kind: str, value: Any) -> None:
         if kind == "config":
             self._welcome(number, value)
         elif kind == "refusal":

@@ -12,13 +12,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import cast
 
-from google.protobuf.message import DecodeError
-
 from kvatlas.worker.v1 import worker_pb2
 from service.fleet import page_codec
 from service.fleet.event_ring import EventRing
 from service.fleet.feed import EventColumns, OutOfStep, SequenceKey
-from service.fleet.link import CommandFailed, WorkerLink, WorkerUnavailable
+from service.fleet.link import WorkerLink, WorkerUnavailable
 from service.fleet.page_mirror import PageMirror, Standing
 from service.fleet.violations import ViolationLog
 from service.metric_table import RESYNC_CAUSES
@@ -112,7 +110,7 @@ class KeptMirror:
                 epoch, events = page_codec.decode_event_feed(payload)
                 if epoch == self.mirror.revision.epoch:
                     self._take_events(events)
-        except (OutOfStep, DecodeError, ValueError, KeyError) as error:
+        except Exception as error:  # whatever a worker sends costs it a snapshot; the loop reads on
             self._missed(error)
 
     def beat(self) -> None:
@@ -165,7 +163,7 @@ class KeptMirror:
             async with replies_to(self.link, command, timeout=REPLAY_SECONDS) as replies:
                 async for reply in replies:
                     self.ring.append(page_codec.decode_events(reply.events))
-        except (CommandFailed, WorkerUnavailable, TimeoutError, OutOfStep, ValueError) as error:
+        except Exception as error:  # the worker's fault, whatever it sent: the ring begins with the present
             log.info("event=no_replay worker=%s why=%r", self.link.worker_id, str(error))
             self.ring.restart(max(number, self.ring.last_number))
         finally:
@@ -213,7 +211,7 @@ class KeptMirror:
                 break
             except WorkerUnavailable:
                 break  # its next welcome begins anew
-            except (CommandFailed, TimeoutError, OutOfStep, ValueError, KeyError) as error:
+            except Exception as error:  # the worker's fault, whatever it sent: it is asked again
                 log.info("event=no_snapshot worker=%s why=%r", self.link.worker_id, str(error))
             with suppress(TimeoutError):  # a worker that has loaded its model says so at once
                 await asyncio.wait_for(self._state_changed.wait(), pause * random.uniform(0.5, 1.0))

@@ -12,6 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from kvatlas.v1 import cache_pb2
 from kvatlas.worker.v1 import worker_pb2
 from service.fleet.feed import (
+    MAX_OWNER,
     PLANES,
     EndedSequence,
     EventColumns,
@@ -116,6 +117,8 @@ def decode_totals(stats: cache_pb2.PoolStats) -> PoolTotals:
 def decode_sequence(info: cache_pb2.SequenceInfo) -> SequenceChange:
     """A live sequence with the pages that changed."""
     prefix = None
+    if info.owner > MAX_OWNER:
+        raise ValueError(f"owner {info.owner} of sequence {info.request_id!r}, at most {MAX_OWNER}")
     if info.HasField("prefix"):
         found = info.prefix
         prefix = (found.hit_tokens, found.miss_cold_tokens, found.miss_evicted_tokens, found.unaligned_tokens)

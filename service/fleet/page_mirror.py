@@ -164,9 +164,9 @@ class PageMirror:
     def _apply(self, delta: MapDelta) -> None:
         pages = delta.page_ids
         if len(pages):
-            if int(pages[-1]) >= self.page_count:
+            if (highest := int(pages.max())) >= self.page_count:
                 self.lose_step()
-                raise OutOfStep(f"page {int(pages[-1])} in a pool of {self.page_count}")
+                raise OutOfStep(f"page {highest} in a pool of {self.page_count}")
             for frozen in self._frozen:
                 frozen.keep(pages)
             for name, values in delta.planes.items():
