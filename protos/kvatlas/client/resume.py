@@ -208,7 +208,8 @@ class Course:
             return False
         if self._started is None:
             # gRPC has retried what it may; it does not retry a connection that broke in other ways.
-            return is_transport_loss(failure) and failure.code != "UNAVAILABLE"
+            is_broken = is_transport_loss(failure) and failure.code != "UNAVAILABLE"
+            return is_broken and self._attempt < MAX_CALLS_WITHOUT_PROGRESS
         if self._is_taken:
             self._is_taken = False
             self._without_progress += 1
