@@ -337,7 +337,7 @@ def test_a_second_signal_ends_what_runs(start_server: Any, wait_until: WaitUntil
     """Long before the grace is over."""
     server = start_server(*FAKE, *hold.settings, "--grace", "600")
     with (
-        Client(server.address) as client,
+        Client(server.address, resume_seconds=0) as client,
         client.stream("hello", max_tokens=hold.tokens, ignore_eos=True) as stream,
     ):
         next(stream)

@@ -218,7 +218,7 @@ class Stage:
         return task
 
 
-async def until(is_so: Callable[[], bool], limit: float = 5.0) -> None:
+async def until(is_so: Callable[[], bool], limit: float = 60.0) -> None:
     async with asyncio.timeout(limit):
         while not is_so():
             await asyncio.sleep(0.002)
@@ -478,12 +478,12 @@ def test_heartbeats_come_while_the_feed_lives_and_stop_with_it() -> None:
         request = pb.WatchPageMapRequest()
         request.heartbeat_interval.FromSeconds(1)
         task = asyncio.ensure_future(stage.servicer.WatchPageMap(request, context))
-        await until(lambda: len(context.written) == 2)
+        await until(lambda: len(context.written) >= 2)
         beat = context.written[1]
         assert (beat.WhichOneof("event"), beat.base_number, beat.revision.number) == ("heartbeat", 0, 0)
-        link.is_up = False
+        link.is_up, count = False, len(context.written)
         await asyncio.sleep(1.3)
-        assert len(context.written) == 2
+        assert len(context.written) == count
         task.cancel()
 
     run(work())
@@ -516,7 +516,7 @@ def test_watches_are_bounded_and_end_with_the_drain() -> None:
         failure = await refused(stage.servicer.WatchPageMap(pb.WatchPageMapRequest(), Context()))
         assert (failure.status, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "WATCH_LIMIT")
         stage.board.set_draining(True)
-        done, _ = await asyncio.wait(tasks, timeout=5)
+        done, _ = await asyncio.wait(tasks, timeout=60)
         assert {getattr(task.exception(), "reason", None) for task in done} == {"DRAINING"}
         assert stage.watches.active == 0
         assert not stage.mirrors.kept[0].mirror.readers

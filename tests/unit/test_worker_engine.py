@@ -40,6 +40,7 @@ from worker.status import StatusBoard, first_board
 
 MODEL = FakeModel(vocab_size=97)
 CONTEXT = 128
+WAIT_SECONDS = 60.0  # only ends a test that hangs
 Fault = Callable[[str, Step], BaseException | None]
 
 
@@ -141,7 +142,7 @@ class Bench:
             else:
                 self.others.append(message)
 
-    def wait(self, is_done: Callable[[], bool], limit: float = 20.0) -> None:
+    def wait(self, is_done: Callable[[], bool], limit: float = WAIT_SECONDS) -> None:
         end = time.monotonic() + limit
         while not is_done():
             assert time.monotonic() < end, "not so in time"
@@ -158,7 +159,7 @@ class Bench:
 
     def end(self) -> int:
         self.engine.stop()
-        self.thread.join(20.0)
+        self.thread.join(WAIT_SECONDS)
         self.read()
         assert self.status is not None
         return self.status
@@ -183,11 +184,13 @@ def bench(
     made.thread.start()
     try:
         yield made
+        if isinstance(fault, Slow):
+            fault.let_go()
         made.end()
     finally:
         made.engine.stop()
         made.engine.stop()
-        made.thread.join(20.0)
+        made.thread.join(WAIT_SECONDS)
         made.outputs.close()
     assert not made.thread.is_alive()
     assert not made.scheduler.check()
@@ -202,10 +205,18 @@ def alone(number: int, max_tokens: int = 8) -> list[int]:
     return answer_alone(MODEL, prompt_of(number), params, 0, frozenset(), CONTEXT)
 
 
-def slow(stage: str, step: Step) -> BaseException | None:
-    """Steps take a few milliseconds, so that a test can act while requests run."""
-    threading.Event().wait(0.003)
-    return None
+class Slow:
+    """Steps take a fifth of a second, so that a test can act while requests run; until it lets them go."""
+
+    def __init__(self) -> None:
+        self._goes = threading.Event()
+
+    def __call__(self, stage: str, step: Step) -> BaseException | None:
+        self._goes.wait(0.1)
+        return None
+
+    def let_go(self) -> None:
+        self._goes.set()
 
 
 def breaks_with(sequence_id: int, stage: str, is_prompt: bool) -> Fault:
@@ -320,14 +331,14 @@ def test_a_full_device_ends_everything_with_its_reason() -> None:
         for number in range(1, 4):
             b.add(number, prompt_of(number), max_tokens=50)
         codes = b.finish(1, 2, 3)
-        b.thread.join(20.0)
+        b.thread.join(WAIT_SECONDS)
         assert b.status == EXIT_OUT_OF_MEMORY
     assert set(codes.values()) == {FinishCode.FAILED}
     assert {b.got[number].ends[0].failure for number in codes} == {FailureReason.DEVICE_OUT_OF_MEMORY}
 
 
 def test_a_bug_of_the_control_plane_ends_all_with_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    with bench(fault=slow) as b:
+    with bench(fault=Slow()) as b:
         b.add(1, prompt_of(1), max_tokens=100)
         b.wait(lambda: 1 in b.got)
 
@@ -336,7 +347,7 @@ def test_a_bug_of_the_control_plane_ends_all_with_an_answer(monkeypatch: pytest.
 
         monkeypatch.setattr(b.scheduler, "schedule", broken)
         codes = b.finish(1)
-        b.thread.join(20.0)
+        b.thread.join(WAIT_SECONDS)
         assert b.status == EXIT_BUG
     assert codes == {1: FinishCode.FAILED}
 
@@ -361,6 +372,7 @@ def test_a_request_that_breaks_add_is_refused_alone(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_id_in_use_is_refused_and_the_first_goes_on() -> None:
+    slow = Slow()
     with bench(fault=slow) as b:
         b.add(1, prompt_of(1), max_tokens=60)
         b.wait(lambda: 1 in b.answers)
@@ -369,11 +381,12 @@ def test_an_id_in_use_is_refused_and_the_first_goes_on() -> None:
         b.wait(lambda: 1 in b.answers)
         assert b.answers[1].outcome.status is AddStatus.INVALID
         assert first.outcome.status is AddStatus.ACCEPTED
+        slow.let_go()
         assert b.finish(1) == {1: FinishCode.MAX_TOKENS}
 
 
 def test_abort_and_a_lost_service_give_pages_back() -> None:
-    with bench(fault=slow) as b:
+    with bench(fault=Slow()) as b:
         b.add(1, prompt_of(1), max_tokens=100)
         b.add(2, prompt_of(2), max_tokens=100)
         b.wait(lambda: 1 in b.got and 2 in b.got)
@@ -386,14 +399,16 @@ def test_abort_and_a_lost_service_give_pages_back() -> None:
 
 
 def test_drain_lets_running_requests_finish_and_refuses_new_ones() -> None:
+    slow = Slow()
     with bench(fault=slow) as b:
         b.add(1, prompt_of(1), max_tokens=60)
         b.wait(lambda: 1 in b.got)
         b.engine.stop()
         b.wait(lambda: b.board.state is WorkerState.DRAINING)
         b.add(2, prompt_of(2))
+        slow.let_go()
         assert b.finish(1) == {1: FinishCode.MAX_TOKENS}
-        b.thread.join(20.0)
+        b.thread.join(WAIT_SECONDS)
         b.read()
         assert b.status == EXIT_OK
     assert b.answers[2].outcome.status is AddStatus.DRAINING
@@ -401,7 +416,7 @@ def test_drain_lets_running_requests_finish_and_refuses_new_ones() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_after_the_grace_the_rest_is_handed_over(overlap: bool) -> None:
-    with bench(EngineSettings(overlap=overlap, drain_grace=0.05), slow) as b:
+    with bench(EngineSettings(overlap=overlap, drain_grace=0.05), Slow()) as b:
         for number in range(1, 12):  # more than rows: some wait
             b.add(number, prompt_of(number), max_tokens=100)
         b.wait(lambda: len(b.answers) == 11)
@@ -411,7 +426,7 @@ def test_after_the_grace_the_rest_is_handed_over(overlap: bool) -> None:
 
 
 def test_a_second_signal_does_not_wait_for_the_grace() -> None:
-    with bench(EngineSettings(drain_grace=3600.0), slow) as b:
+    with bench(EngineSettings(drain_grace=3600.0), Slow()) as b:
         b.add(1, prompt_of(1), max_tokens=100)
         b.wait(lambda: 1 in b.got)
         b.engine.stop()
@@ -423,7 +438,7 @@ def test_a_full_output_queue_holds_the_engine_back_and_loses_nothing() -> None:
     with bench(output_limit=4) as b:
         for number in range(1, 5):
             b.add(number, prompt_of(number), max_tokens=30)
-        end = time.monotonic() + 20.0
+        end = time.monotonic() + WAIT_SECONDS
         while not b.outputs.is_full:
             assert time.monotonic() < end
             threading.Event().wait(0.001)
@@ -466,7 +481,7 @@ def test_what_ends_by_the_clock_ends_on_an_idle_engine() -> None:
         pinned = b.others.pop()
         assert isinstance(pinned, PinAnswer)
         assert (pinned.pins[0].pinned_tokens, pinned.pins[0].computed_tokens) == (12, 12)
-        b.wait(lambda: not b.scheduler.list_pins(), limit=5.0)
+        b.wait(lambda: not b.scheduler.list_pins())
         b.commands.put(ListPins(Ticket("s", 2)))
         b.wait(lambda: bool(b.others))
         assert b.others.pop() == PinAnswer(Ticket("s", 2), (), is_list=True)
@@ -481,7 +496,7 @@ def test_a_pin_too_large_is_refused_with_its_numbers() -> None:
 
 
 def test_a_worker_that_was_idle_for_long_is_not_taken_for_stuck() -> None:
-    with bench(fault=slow) as b:
+    with bench(fault=Slow()) as b:
         old = b.board.step.ended
         threading.Event().wait(0.2)
         b.add(1, prompt_of(1), max_tokens=5)
@@ -492,12 +507,12 @@ def test_a_worker_that_was_idle_for_long_is_not_taken_for_stuck() -> None:
 @pytest.mark.parametrize("debug", [False, True])
 def test_device_rows_that_differ_from_the_books_are_reported(debug: bool) -> None:
     """The audit compares device rows with the host's, under load; debug mode ends the worker."""
-    with bench(EngineSettings(audit_interval=0.01, debug=debug), slow) as b:
+    with bench(EngineSettings(audit_interval=0.01, debug=debug), Slow()) as b:
         b.add(1, prompt_of(1), max_tokens=100)
         b.wait(lambda: 1 in b.got)
         b.runner.lies = True
         if debug:
-            b.thread.join(20.0)
+            b.thread.join(WAIT_SECONDS)
             assert b.status == EXIT_BUG
             assert b.finish(1) == {1: FinishCode.FAILED}
         else:

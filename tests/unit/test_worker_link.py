@@ -17,7 +17,7 @@ from worker.description import ModelDescription, PoolDescription, WorkerDescript
 from worker.ids import SequenceId
 from worker.link.addresses import AddressError
 from worker.link.server import EngineLink
-from worker.link.testing import TestService
+from worker.link.testing import WAIT_SECONDS, TestService
 from worker.messages import (
     Abort,
     AddAnswer,
@@ -54,7 +54,7 @@ class Peer(TestService):
 class LinkBench:
     """A link without an engine."""
 
-    def __init__(self, folder: Path, *, command_limit: int = 64) -> None:
+    def __init__(self, folder: Path, *, command_limit: int = 64, silence_seconds: float = 600.0) -> None:
         self.address = f"ipc://{folder}/engine"
         self.commands: CommandQueue[EngineCommand] = CommandQueue(command_limit)
         self.outputs: OutputQueue[LinkMessage] = OutputQueue(1000)
@@ -77,7 +77,7 @@ class LinkBench:
             status=self.board,
             to_observer=self.take_call,
             on_failure=lambda: self.failures.append("failed"),
-            silence_seconds=0.6,
+            silence_seconds=silence_seconds,
         )
         self.link.start()
         self.services: list[Peer] = []
@@ -91,7 +91,7 @@ class LinkBench:
         self.services.append(service)
         return service
 
-    def command(self, limit: float = 10.0) -> EngineCommand:
+    def command(self, limit: float = WAIT_SECONDS) -> EngineCommand:
         found = self.commands.wait(limit)
         assert found is not None, "no command came"
         return found
@@ -134,7 +134,7 @@ def bench(tmp_path: Path) -> Iterator[LinkBench]:
     assert not [thread for thread in threading.enumerate() if thread.name == "kvatlas-io"]
 
 
-def until(is_done: Callable[[], bool], limit: float = 10.0) -> None:
+def until(is_done: Callable[[], bool], limit: float = WAIT_SECONDS) -> None:
     end = time.monotonic() + limit
     while not is_done():
         assert time.monotonic() < end, "not so in time"
@@ -256,7 +256,15 @@ def test_goodbye_ends_the_session(bench: LinkBench) -> None:
     assert command.source.startswith("a#")
 
 
-def test_a_silent_service_loses_its_sequences_and_one_that_speaks_does_not(bench: LinkBench) -> None:
+def test_a_silent_service_loses_its_sequences_and_one_that_speaks_does_not(tmp_path: Path) -> None:
+    bench = LinkBench(tmp_path, silence_seconds=1.5)
+    try:
+        check_silence(bench)
+    finally:
+        bench.close()
+
+
+def check_silence(bench: LinkBench) -> None:
     silent, speaking = bench.service("silent"), bench.service("speaking")
     silent.hello()
     speaking.hello()
@@ -270,8 +278,8 @@ def test_a_silent_service_loses_its_sequences_and_one_that_speaks_does_not(bench
     while not is_dropped():
         speaking.heartbeat()
         speaking.read(0.05)
-        assert time.monotonic() - began < 10.0
-    assert time.monotonic() - began > 0.5
+        assert time.monotonic() - began < WAIT_SECONDS
+    assert time.monotonic() - began > 1.4
     assert [command.source.partition("#")[0] for command in dropped] == ["silent"]  # type: ignore[union-attr]
 
 
