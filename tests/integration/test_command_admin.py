@@ -110,6 +110,20 @@ def test_the_servers_refusal_is_the_commands_exit_code(server: Any, admin: Comma
     assert "WORKER_NOT_FOUND" in done.stderr
 
 
+def test_the_load_is_told_once_and_pushed(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["load", "--address", server.address]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("0 requests, 0 of them wait")
+    assert "worker-0 serving: 0 run, 0 wait" in text
+    follow = ["load", "--watch", "-n", "3", "--interval", "0.1", "--json"]
+    assert main([*follow, "--address", server.address]) == 0
+    looks = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(looks) == 3
+    for look in looks:
+        (worker,) = look["workers"]
+        assert (worker["state"], worker["total_pages"]) == ("serving", 63)
+
+
 def test_an_operator_cancels_a_request_profiles_and_drains(
     start_server: Any, admin: Command, hold: Any, wait_until: Callable[..., None], tmp_path: Path
 ) -> None:

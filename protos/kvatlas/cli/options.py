@@ -6,7 +6,7 @@ Imports nothing that is slow: `kvatlas --help` reads these tables and no more.
 from kvatlas.cli.option import ADDRESS, CREDENTIALS, TIMEOUT, Command, Option
 from kvatlas.cli.options_admin import ADMIN
 from kvatlas.cli.options_ask import CHAT, GENERATE
-from kvatlas.cli.options_look import PAGES, RECORD, REPLAY, TOP, WHATIF
+from kvatlas.cli.options_look import LOAD, PAGES, RECORD, REPLAY, TOP, WHATIF
 from kvatlas.cli.options_server import DASHBOARD, DEMO, KEYS, PULL, SERVE
 
 SHARED = (ADDRESS, TIMEOUT, *CREDENTIALS)
@@ -20,6 +20,7 @@ COMMANDS = {
         CHAT,
         PAGES,
         TOP,
+        LOAD,
         PULL,
         KEYS,
         DEMO,

@@ -38,6 +38,19 @@ TOP = Command(
     ),
 )
 
+LOAD = Command(
+    "load",
+    "how busy the service and its workers are",
+    "Requests, waits, pages and rates, once or pushed by the service.",
+    ("kvatlas load", "kvatlas load --watch --interval 0.5", "kvatlas load --json | jq .workers"),
+    (
+        Option("watch", bool, "stay and follow", False, "w"),
+        Option("interval", float, "time between two looks with --watch", 1.0, metavar="S"),
+        Option("count", int, "looks until --watch ends; 0: until Ctrl-C", 0, "n"),
+        JSON,
+    ),
+)
+
 RECORD = Command(
     "record",
     "the flight recorder: start, stop, list, get",
