@@ -75,6 +75,8 @@ class Outcome:
     exit_codes: Counter[int] = field(default_factory=Counter)  # of drained processes
     network: str = "cut"
     seconds: float = 0.0
+    requests: Counter[str] = field(default_factory=Counter)  # kinds of requests that were asked
+    timeline: list[dict[str, Any]] = field(default_factory=list)
 
     def faults(self) -> list[str]:
         """What was demanded and is not so."""
@@ -104,6 +106,7 @@ class Outcome:
             "refused_before_start": tally.refused_before_start,
             "mismatches": tally.mismatches,
             "tokens": tally.tokens,
+            "requests": dict(self.requests),
             "disturbances": dict(self.disturbances),
             "network": self.network,
             "healing_seconds": _spread(self.healing_seconds),
@@ -116,6 +119,7 @@ class Outcome:
             "exit_codes": {str(code): count for code, count in self.exit_codes.items()},
             "faults": self.faults(),
             "notes": tally.notes,
+            "timeline": self.timeline,
         }
 
 
@@ -139,6 +143,7 @@ async def run(asked: Run, progress: Progress | None = None) -> Outcome:
         plans = chaos_plan.streams(asked.seed, len(requests))
         crowd = Crowd(client, plans, requests, right, asked.streams)
         outcome = Outcome(crowd.tally, network=f"not cut: {why}" if why else "cut")
+        outcome.requests.update(kind for request in requests for kind in request.kinds)
         try:
             count = asked.max_disturbances
             schedule = chaos_plan.disturbances(asked.seed, count, kinds, asked.max_pause_seconds)
@@ -196,9 +201,15 @@ async def _disturb(
             note = f"{crowd.open_streams} open, {tally.opened} ended, {tally.mismatches} wrong"
             note += f" · {disturbance.kind.value}"
             progress.update(task, completed=monotonic() - began, note=note)
+        at = monotonic() - began
         old = await _do(stack, disturbance)
-        outcome.healing_seconds.append(await stack.healed(old))
+        healing = await stack.healed(old)
+        outcome.healing_seconds.append(healing)
         outcome.disturbances[disturbance.kind.value] += 1
+        what = {"at": round(at, 1), "what": disturbance.kind.value, "on": disturbance.target}
+        outcome.timeline.append(
+            what | {"seconds": round(disturbance.seconds, 2), "healed_after": round(healing, 1)}
+        )
 
 
 async def _do(stack: ChaosStack, what: Disturbance) -> dict[str, int]:
@@ -293,7 +304,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures = {"asked": {"seed": asked.seed, "minutes": given.minutes, "streams": asked.streams}}
     figures |= outcome.figures()
     for name, value in figures.items():
-        print(f"{name}: {value}")
+        if name != "timeline":
+            print(f"{name}: {value}")
     print(write_result("chaos", figures, PACKAGES))
     return 1 if outcome.faults() else 0
 

@@ -77,6 +77,21 @@ class RequestPlan:
     min_tokens_per_message: int
     has_logprobs: bool
 
+    @property
+    def kinds(self) -> list[str]:
+        """What there is to see in it, for the report."""
+        marks = {
+            "greedy": self.temperature == 0,
+            "seeded": self.temperature > 0,
+            "several samples": self.samples > 1,
+            "penalty": self.penalty > 0,
+            "stop string": bool(self.stop),
+            "constraint": bool(self.regex),
+            "merged messages": self.min_tokens_per_message > 0,
+            "log-probabilities": self.has_logprobs,
+        }
+        return [name for name, is_so in marks.items() if is_so]
+
 
 def disturbances(
     seed: int, count: int, kinds: Sequence[Kind], max_pause_seconds: float = 4.0
