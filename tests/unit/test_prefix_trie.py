@@ -180,7 +180,7 @@ def test_the_memory_of_evicted_prefixes_is_bounded() -> None:
     for mark in (1, 2, 3, 4):
         memory.add(mark)
     assert [mark in memory for mark in (1, 2, 3, 4)] == [False, True, True, True]
-    memory.discard(3)
+    memory.discard_all((3,))
     memory.add(5)
     memory.add(2)
     memory.add(6)

@@ -33,6 +33,11 @@ class EvictionPolicy(Protocol):
         """``page`` is referenced again, or pinned."""
         ...
 
+    def hold_all(self, pages: Sequence[int]) -> None:
+        """``hold`` of each."""
+        for page in pages:
+            self.hold(page)
+
     def becomes_leaf(self, page: int, hits: int, depth: int) -> None:
         """The last child of ``page``, which is unreferenced, was evicted."""
         ...
@@ -46,8 +51,8 @@ class EvictionPolicy(Protocol):
         ...
 
     def pop_all(self, count: int) -> list[int]:
-        """``pop`` so many times, for policies that need not hear of new leaves between; fewer: no more."""
-        ...
+        """``pop`` so many times, where nothing need be heard of new leaves between; fewer: no more."""
+        raise AssertionError(f"{count} pages taken out at once")
 
 
 class PageLists:
@@ -96,11 +101,17 @@ class PageLists:
 
     def remove(self, page: int) -> None:
         """Out of the list it stands in."""
-        before, after = self._prev[page], self._next[page]
-        assert after != page, f"page {page} stands in no list"
-        self._next[before] = after
-        self._prev[after] = before
-        self._next[page] = self._prev[page] = page
+        self.remove_all((page,))
+
+    def remove_all(self, pages: Sequence[int]) -> None:
+        """Each out of the list it stands in."""
+        following, previous = self._next, self._prev
+        for page in pages:
+            before, after = previous[page], following[page]
+            assert after != page, f"page {page} stands in no list"
+            following[before] = after
+            previous[after] = before
+            following[page] = previous[page] = page
 
     def pop(self, which: int = 0) -> int | None:
         """Takes out the head of a list; None when it is empty."""
@@ -135,7 +146,7 @@ class PageLists:
         return found
 
 
-class LeastRecentlyUsed:
+class LeastRecentlyUsed(EvictionPolicy):
     """The page whose last use is longest ago. The default."""
 
     is_by_use_alone = True
@@ -169,6 +180,10 @@ class LeastRecentlyUsed:
     def pop_all(self, count: int) -> list[int]:
         """See EvictionPolicy."""
         return self._lists.pop_all(count)
+
+    def hold_all(self, pages: Sequence[int]) -> None:
+        """See EvictionPolicy."""
+        self._lists.remove_all(pages)
 
 
 class _Buckets:
@@ -212,7 +227,7 @@ class _Buckets:
         return page
 
 
-class LeastFrequentlyUsed:
+class LeastFrequentlyUsed(EvictionPolicy):
     """The page with the fewest prefix hits since it was sealed (capped at 63), then by last use."""
 
     is_by_use_alone = False
@@ -227,10 +242,6 @@ class LeastFrequentlyUsed:
     def add_all(self, pages: Sequence[int]) -> None:
         """Never called: it asks for more than use."""
         raise AssertionError(f"{len(pages)} pages added without their hits and depths")
-
-    def pop_all(self, count: int) -> list[int]:
-        """Never called: leaves come and go between two victims."""
-        raise AssertionError(f"{count} pages taken out at once")
 
     def hold(self, page: int) -> None:
         """See EvictionPolicy."""
@@ -249,7 +260,7 @@ class LeastFrequentlyUsed:
         return None if which is None else self._buckets.pop(which)
 
 
-class FirstInFirstOut:
+class FirstInFirstOut(EvictionPolicy):
     """The leaf that was cached first; hits change nothing.
 
     A page keeps its place while it is referenced. One that cannot go when its turn comes is taken out
@@ -276,10 +287,6 @@ class FirstInFirstOut:
     def add_all(self, pages: Sequence[int]) -> None:
         """Never called: it asks for more than use."""
         raise AssertionError(f"{len(pages)} pages added without their hits and depths")
-
-    def pop_all(self, count: int) -> list[int]:
-        """Never called: leaves come and go between two victims."""
-        raise AssertionError(f"{count} pages taken out at once")
 
     def hold(self, page: int) -> None:
         """See EvictionPolicy."""
@@ -310,7 +317,7 @@ class FirstInFirstOut:
         return page
 
 
-class CostAware:
+class CostAware(EvictionPolicy):
     """The leaf whose loss costs least: log2 of its depth times its uses, aged (GreedyDual).
 
     Computing a page again costs attention over everything before it, so deep pages and pages with hits
@@ -339,10 +346,6 @@ class CostAware:
     def add_all(self, pages: Sequence[int]) -> None:
         """Never called: it asks for more than use."""
         raise AssertionError(f"{len(pages)} pages added without their hits and depths")
-
-    def pop_all(self, count: int) -> list[int]:
-        """Never called: leaves come and go between two victims."""
-        raise AssertionError(f"{count} pages taken out at once")
 
     def hold(self, page: int) -> None:
         """See EvictionPolicy."""

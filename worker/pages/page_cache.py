@@ -102,9 +102,7 @@ class PageCache:
 
     def acquire(self, pages: Sequence[int], owner: int, is_hit: bool) -> None:
         """One reference to each page; ``is_hit``: because a look-up found them. Recency is refreshed (H4)."""
-        for page in self.pool.share(pages, owner, is_hit):
-            if not self.pool.is_pinned(page):
-                self._policy.hold(page)
+        self._policy.hold_all(self.pool.share(pages, owner, is_hit))
 
     def allocate(self, owners: "array[int]") -> list[int] | None:
         """A page for each entry of ``owners``, evicting what is needed; None, nothing changed, if too few.

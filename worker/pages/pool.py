@@ -29,6 +29,7 @@ from worker.pages.violation import Violation
 SEALED, PINNED = int(PageFlag.SEALED), int(PageFlag.PINNED)
 TOKEN_BYTES = 4
 FREE, ACTIVE, CACHED, HELD, RESERVED = (int(state) for state in PageState)  # HELD: PageState.PINNED
+_ONLY_CACHED = frozenset((CACHED,))
 _FLAGS = {FREE: 0, CACHED: SEALED, HELD: SEALED | PINNED, RESERVED: 0}  # that go with a state
 
 
@@ -60,6 +61,7 @@ class PagePool:
         self._counts = [0, num_pages, 0, 0, 0, 1]  # by state
         self._num_references = 0
         self._num_shared = 0
+        self._num_flagged_pinned = 0  # pages with that flag, whatever their state
         self.sharing = SharedTime(self._refs) if events.is_kept else NoSharedTime(self._refs)
 
     # What it is now, each in O(1).
@@ -182,11 +184,14 @@ class PagePool:
         return pages
 
     def share(self, pages: Sequence[int], owner: int, is_hit: bool) -> list[int]:
-        """One more reference to each of ``pages``; returns those that had none, same order."""
+        """One more reference to each of ``pages``; returns those that were CACHED, same order."""
         states, used, now = self._states, self._used, self.now_ms
         revived = [page for page in pages if states[page] != ACTIVE]
-        for page in revived:
-            assert states[page] in (CACHED, HELD), f"page {page} shared in state {states[page]}"
+        cached = revived
+        if revived and not _ONLY_CACHED.issuperset(map(states.__getitem__, revived)):
+            cached = [page for page in revived if states[page] == CACHED]
+            for page in revived:
+                assert states[page] in (CACHED, HELD), f"page {page} shared in state {states[page]}"
         active = [page for page in pages if states[page] == ACTIVE] if revived else pages
         tag = HIT_TAG if is_hit else 0
         if active:
@@ -205,7 +210,7 @@ class PagePool:
             for page in pages:
                 if hits[page] != 65_535:
                     hits[page] += 1
-        return revived
+        return cached
 
     def release(self, pages: Sequence[int], owner: int) -> list[int]:
         """One reference less on each of ``pages``, given in token order.
@@ -221,15 +226,15 @@ class PagePool:
         if self.events.is_kept:
             for page in pages:
                 used[page] = now
-        cached, pinned, lost = list[int](), list[int](), list[int]()
-        by_flags = {SEALED: cached, SEALED | PINNED: pinned, 0: lost, PINNED: lost}
-        for page in pages:
-            if not refs[page]:
-                by_flags[flags[page]].append(page)
+        unused = [page for page in pages if not refs[page]]
+        kept = [page for page in unused if flags[page] & SEALED]
+        pinned = [page for page in kept if flags[page] & PINNED] if self._num_flagged_pinned else []
+        cached = [page for page in kept if not flags[page] & PINNED] if pinned else kept
         for some, state in ((cached, CACHED), (pinned, HELD)):
             if some:
                 self._change(PageEventKind.CACHED, some, self._same(owner, some), state=state)
-        if lost:
+        if len(kept) < len(unused):
+            lost = [page for page in unused if not flags[page] & SEALED]
             self._free_pages(lost, self._same(owner, lost))
         return cached
 
@@ -314,6 +319,7 @@ class PagePool:
         assert self._flags[page] == SEALED, f"page {page} pinned with flags {self._flags[page]}"
         was_cached = self._states[page] == CACHED
         self._flags[page] = SEALED | PINNED
+        self._num_flagged_pinned += 1
         self._change(PageEventKind.PINNED, (page,), (0,), state=HELD if was_cached else None)
         return was_cached
 
@@ -322,6 +328,7 @@ class PagePool:
         assert self._flags[page] == SEALED | PINNED, f"page {page} unpinned, flags {self._flags[page]}"
         is_cached = self._states[page] == HELD
         self._flags[page] = SEALED
+        self._num_flagged_pinned -= 1
         self._change(PageEventKind.UNPINNED, (page,), (0,), state=CACHED if is_cached else None)
         return is_cached
 
@@ -359,8 +366,10 @@ class PagePool:
                     self._num_shared += delta
             self._num_references += delta * len(pages)
         if state is not None:
+            before = bytes(map(states.__getitem__, pages))
+            for old in set(before):
+                counts[old] -= before.count(old)
             for page in pages:
-                counts[states[page]] -= 1
                 states[page] = state
             counts[state] += len(pages)
         if not self.events.is_kept:

@@ -131,9 +131,12 @@ class EvictedPrefixes:
                 at = 0
         self._next = at
 
-    def discard(self, fingerprint: int) -> None:
-        """It is cached again."""
-        self._places.pop(fingerprint, None)
+    def discard_all(self, fingerprints: Iterable[int]) -> None:
+        """They are cached again."""
+        places = self._places
+        for fingerprint in fingerprints:
+            if fingerprint in places:
+                del places[fingerprint]
 
     def clear(self) -> None:
         """Forgets all."""
@@ -217,7 +220,7 @@ class PrefixTrie:
         else:
             self._num_children[parent] += 1
             self._depths[page] = self._depths[parent] + 1
-        self._evicted.discard(mark)
+        self._evicted.discard_all((mark,))
         return page
 
     def insert_run(self, pages: Sequence[int], parent: int | None, salt: bytes, raw: bytes) -> list[int]:
@@ -226,7 +229,7 @@ class PrefixTrie:
         children, size, of_page = self._num_children, self._page_bytes, self._fingerprinter.of_page
         assert len(raw) == len(pages) * size, f"{len(pages)} pages are not full: {len(raw)} bytes"
         above: int | bytes = salt if parent is None else parent
-        mark_above, discard = self._print_of(above), self._evicted.discard
+        mark_above = self._print_of(above)
         depth = 0 if parent is None else depths[parent]
         self.version += 1
         marks: list[int] = []
@@ -242,10 +245,10 @@ class PrefixTrie:
             depths[page] = depth
             if parent is not None:
                 children[parent] += 1
-            discard(mark)
             marks.append(mark)
             mark_above = mark.to_bytes(8, "little")
             above = parent = page
+        self._evicted.discard_all(marks)
         return marks
 
     def insert_each(
@@ -254,7 +257,6 @@ class PrefixTrie:
         """See PrefixIndex."""
         known, keys, prints, depths = self._pages, self._keys, self._prints, self._depths
         children, size, of_page = self._num_children, self._page_bytes, self._fingerprinter.of_page
-        discard = self._evicted.discard
         self.version += 1
         marks: list[int] = []
         for page, above, raw in zip(pages, aboves, raws, strict=True):
@@ -272,8 +274,8 @@ class PrefixTrie:
                 depths[page] = depths[above] + 1
                 children[above] += 1
             prints[page] = mark = of_page(mark_above, raw)
-            discard(mark)
             marks.append(mark)
+        self._evicted.discard_all(marks)
         return marks
 
     def evict(self, pages: Sequence[int]) -> None:

@@ -41,13 +41,13 @@ class Admission:
         self._last_admission: float | None = None
 
     # At arrival.
-    def refuse(self, spec: RequestSpec, now: float, draining: bool) -> AddOutcome | None:
-        """Why a request is not taken; None: it is."""
+    def refuse(self, spec: RequestSpec, limit: int, now: float, draining: bool) -> AddOutcome | None:
+        """Why a request is not taken; None: it is. ``limit``: what ``limit`` says of it."""
         if draining:
             return AddOutcome(AddStatus.DRAINING)
         if problem := self._invalid(spec):
             return AddOutcome(AddStatus.INVALID, message=problem)
-        return self._too_big(spec) or self._too_late(spec, now)
+        return self._too_big(spec, limit) or self._too_late(spec, now)
 
     def _invalid(self, spec: RequestSpec) -> str:
         books = self._books
@@ -71,12 +71,12 @@ class Admission:
         wanted = len(spec.prompt_token_ids) + spec.params.max_tokens
         return min(wanted, self._books.config.max_context_tokens)
 
-    def _too_big(self, spec: RequestSpec) -> AddOutcome | None:
+    def _too_big(self, spec: RequestSpec, limit: int) -> AddOutcome | None:
         books = self._books
         longest = books.config.max_context_tokens
         num_tokens = len(spec.prompt_token_ids) + len(spec.resume_token_ids)
         usable = books.config.cache.num_pages - books.cache.num_pinned_pages
-        needed = books.cache.pages_for(self.limit(spec))
+        needed = books.cache.pages_for(limit)
         if num_tokens >= longest:
             message = f"a prompt of {num_tokens} tokens leaves no room for output in a context of {longest}"
             return AddOutcome(AddStatus.TOO_LONG, 0, 0.0, needed, usable, message)
@@ -102,10 +102,10 @@ class Admission:
         """Seconds until a request with so many before it is admitted; 0: unknown."""
         return position * self._interval if self._num_intervals >= 8 else 0.0
 
-    def most_pages(self, spec: RequestSpec) -> int:
+    def most_pages(self, spec: RequestSpec, limit: int) -> int:
         """Pages that all samples need at most: whole prompt pages once, the rest for each."""
         shared = (len(spec.prompt_token_ids) - 1) // self._books.config.page_size
-        whole = self._books.cache.pages_for(self.limit(spec))
+        whole = self._books.cache.pages_for(limit)
         return shared + spec.sample_count * (whole - shared)
 
     # In the queue.

@@ -141,6 +141,11 @@ class DecodeBatch:
         """Members that need a page for the next step: their position is the first of a page."""
         return list(self._edges[self._tick % self._page_size])
 
+    @property
+    def num_at_edge(self) -> int:
+        """How many those are."""
+        return len(self._edges[self._tick % self._page_size])
+
     def advance(self) -> DecodeSpans:
         """The spans of the next step; all members move on, those that are done by length leave."""
         starts, last = self.starts, list(self._lasts.pop(self._tick, ()))

@@ -73,7 +73,7 @@ class Planner:
 
     def _num_short(self) -> int:
         books = self._books
-        missing = len(books.batch.at_edge()) - books.cache.num_available
+        missing = books.batch.num_at_edge - books.cache.num_available
         if missing < 0 or not books.prefills:
             return missing
         return missing + self._first_needs_page()

@@ -3,7 +3,7 @@
 Owns the order. Sorted by a rank that never changes (sequence.Rank): priority and aging are folded in.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from worker.scheduling.sequence import Rank, Sequence
@@ -30,8 +30,9 @@ class RankedSequences:
 
     def add(self, sequence: Sequence) -> int:
         """Puts it in its place; returns how many are before it."""
-        insort(self._entries, sequence, key=_rank)
-        return self.position(sequence)
+        at = self.position(sequence)
+        self._entries.insert(at, sequence)
+        return at
 
     def position(self, sequence: Sequence) -> int:
         """How many are before it."""

@@ -70,12 +70,12 @@ class Scheduler:
     # Requests.
     def add(self, spec: RequestSpec, now: float) -> AddOutcome:
         """Takes a request into the queue or says why not; the answer counts for all its samples."""
-        refusal = self._admission.refuse(spec, now, self._draining)
+        limit = self._admission.limit(spec)
+        refusal = self._admission.refuse(spec, limit, now, self._draining)
         if refusal is not None:
             return refusal
         books = self._books
         request = Request(spec, now)
-        limit = self._admission.limit(spec)
         urgency = now - spec.priority * self.config.aging_seconds
         for number in range(spec.sample_count):
             rank = (urgency, next(self._numbers))
@@ -99,7 +99,7 @@ class Scheduler:
             AddStatus.ACCEPTED,
             queue_position=position,
             estimated_wait_seconds=self._admission.estimated_wait(position),
-            needed_pages=self._admission.most_pages(spec),
+            needed_pages=self._admission.most_pages(spec, limit),
             total_pages=self.config.cache.num_pages,
         )
 
