@@ -4,7 +4,7 @@ import { choice, element, fitCanvas, followed, isDark, loadStyles, located, numb
 import { inkOn, mix, ramp, refsShare, ageShare, rgbOf } from "./colours.js";
 import { seconds } from "./planes.js";
 
-const MIN_ROW = 30, MAX_ROW = 64, MIN_LABEL = 20; // CSS pixels
+const MIN_ROW = 30, MAX_ROW = 104, MIN_LABEL = 20; // CSS pixels
 const MODES = ["last use", "hits", "refs"];
 
 export function mount(component) {
