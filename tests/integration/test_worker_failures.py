@@ -1,4 +1,4 @@
-"""Real workers on the CPU die, hang, are cut off, run out of memory and drain; what clients see of it.
+"""Real workers on the CPU share the requests, and die, hang, are cut off, run out of memory and drain.
 
 What runs is held by a request that makes every step of its worker slow (worker/faults.py): it is cancelled
 once the test has seen what it waited for.
@@ -8,14 +8,18 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import grpc
 import pytest
 
+from kvatlas.v1 import cache_pb2
 from kvatlas.v1 import generation_pb2 as pb
+from service.health import GENERATION
+from service.health_messages import NOT_SERVING, SERVING
 from service.testing import Refusal
-from service.testing_fleet import FAULTY_TOKENS, Fleet, running_fleet, spec_of, tokens_of
+from service.testing_fleet import FAULTY_TOKENS, PAGE_SIZE, Fleet, running_fleet, spec_of, tokens_of
 
 ROWS = 9  # eight and the one that holds
 FLAGS = ("--num-pages", "400", "--max-running", str(ROWS), "--debug-faults", "requests")
@@ -81,6 +85,32 @@ def resumes(fleet: Fleet, reason: str) -> float:
 def whole(calls: Sequence[Any], seen: Sequence[Sequence[pb.StreamGenerateResponse]]) -> Tokens:
     """Every stream to its end, each token once."""
     return [tokens_of([*messages, *call]) for call, messages in zip(calls, seen, strict=True)]
+
+
+def test_several_workers_must_be_named(fleet: Fleet) -> None:
+    with pytest.raises(grpc.RpcError) as raised:
+        fleet.cache.GetPagePool(cache_pb2.GetPagePoolRequest(), timeout=60)
+    refusal = Refusal.of(raised.value)
+    assert (refusal.code, refusal.reason) == ("FAILED_PRECONDITION", "WORKER_ID_REQUIRED")
+    assert sorted(refusal.metadata["worker_ids"].split(",")) == ["worker-0", "worker-1"]
+    for worker in fleet.workers:
+        request = cache_pb2.GetPagePoolRequest(worker_id=worker.worker_id)
+        assert fleet.cache.GetPagePool(request, timeout=60).geometry.worker_id == worker.worker_id
+
+
+def test_prompts_go_where_the_pages_of_their_prefix_are(fleet: Fleet) -> None:
+    """Both workers are used, and every later prompt finds all pages of those before it."""
+    places = {}
+    for number in range(8):
+        prefix = f"{number} is the number of this conversation. " * 3
+        for turn in range(3):
+            spec = spec_of(prefix + "and then? " * 3 * turn, 4)
+            response = fleet.generation.Generate(pb.GenerateRequest(spec=spec), timeout=300)
+            assert response.worker_id == places.setdefault(prefix, response.worker_id)
+            found = response.usage.prefix.hit_tokens
+            assert (found > 0) == (turn > 0)
+            assert found >= (len(prefix) if turn else 0) // PAGE_SIZE * PAGE_SIZE
+    assert set(places.values()) == {"worker-0", "worker-1"}
 
 
 def test_eight_running_and_eight_queued_survive_a_killed_worker(
@@ -224,3 +254,55 @@ def test_a_worker_that_is_cut_off_is_left_in_two_seconds_and_taken_back(
         wait_until(lambda: fleet.running.is_idle, "an idle service")
         for worker in fleet.workers:
             wait_until(lambda name=worker.worker_id: fleet.active_pages(name) == 0, "the pages to be free")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_nobody_takes_over_and_every_call_ends_in_time(
+    tmp_path: Path, wait_until: WaitUntil, number: int
+) -> None:
+    """Eight run, eight wait, the only worker is gone: ten seconds of patience, three to notice and to tell.
+
+    Stopped, it comes back after a minute with all that it had to say. Nobody hears it twice.
+    """
+    with running_fleet(tmp_path, *FLAGS, count=1) as fleet:
+        (worker,) = fleet.workers
+        expected = tokens_of(list(fleet.stream(specs_of(1)[0])))
+        board = fleet.running.service.backstage.board
+        holder = fleet.slow()
+        running = [fleet.stream(spec) for spec in specs_of(8)]
+        _, seen = running_on(running)
+        waiting = [fleet.stream(spec) for spec in specs_of(8)]
+        live = fleet.running.service.backstage.live
+        wait_until(lambda: live.waiting() == 8 and not live.untaken(), "eight in the queue")
+        began = monotonic()
+        worker.signal(number)
+        wait_until(lambda: board.status(GENERATION) == NOT_SERVING, "the health to be red")
+        red_after = monotonic() - began
+        for call, messages, code in [
+            *((call, messages, "ABORTED") for call, messages in zip(running, seen, strict=True)),
+            *((call, [], "UNAVAILABLE") for call in waiting),
+        ]:
+            with pytest.raises(grpc.RpcError) as raised:
+                messages.extend(call)
+            refusal = Refusal.of(raised.value)
+            assert (refusal.code, refusal.reason) == (code, "WORKER_LOST")
+            told = sum(message.delta.token_count for message in messages)
+            assert int(refusal.metadata["tokens_sent"]) == told
+        with pytest.raises(grpc.RpcError):
+            list(holder)
+        ended_after = monotonic() - began
+        print(f"red after {red_after:.2f} s, all ended after {ended_after:.2f} s")
+        assert red_after < 3.0
+        assert ended_after < 13.0
+        if number == signal.SIGSTOP:
+            wait_until(lambda: monotonic() - began > 60.0, "a minute", seconds=80)
+            worker.signal(signal.SIGCONT)
+        else:
+            worker.wait()
+            worker.start()
+        wait_until(lambda: board.status(GENERATION) == SERVING, "the health to be green")
+        assert tokens_of(list(fleet.stream(specs_of(1)[0]))) == expected
+        wait_until(lambda: fleet.running.is_idle, "an idle service")
+        wait_until(lambda: fleet.active_pages("worker-0") == 0, "the pages to be free")
