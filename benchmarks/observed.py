@@ -30,7 +30,7 @@ from deploy.prometheus.mutations import FOLDER, RULE_FILES
 
 ROOT = Path(__file__).resolve().parents[1]
 READY_SECONDS = 120.0
-IDLE_SECONDS = 30.0
+IDLE_SECONDS = 60.0
 FIRST_STREAMS_SECONDS = 60.0
 PANELS_SECONDS = 45.0  # for the last panel to show data, once the load has run
 RULES = [FOLDER / name for name in RULE_FILES]

@@ -216,9 +216,11 @@ class LocalStack:
         kind, *words = check["test"]
         assert kind == "CMD"
         command = [sys.executable if word == "python" else self._here(service, word) for word in words]
-        done = subprocess.run(
-            command, env=service.environment, capture_output=True, timeout=_seconds(check["timeout"]) + 5
-        )
+        limit = _seconds(check["timeout"]) + 5
+        try:
+            done = subprocess.run(command, env=service.environment, capture_output=True, timeout=limit)
+        except subprocess.TimeoutExpired:
+            return False
         return done.returncode == 0
 
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import yaml
 
-READY_SECONDS = 30.0
-END_SECONDS = 10.0
+READY_SECONDS = 90.0
+END_SECONDS = 30.0
 TIMEOUT_SECONDS = 10.0
 PROGRAMS = ("prometheus", "prometheus-alertmanager")
 

@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         return answer.read()
 
 
@@ -38,14 +38,14 @@ def test_every_service_of_the_compose_file_starts_is_healthy_scraped_and_ends(
         with grpc.insecure_channel(stack.address(50051)) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             spec = pb.GenerationSpec(text="The sea is", stop=pb.StopCriteria(max_tokens=8))
-            answer = stub.Generate(pb.GenerateRequest(spec=spec), timeout=60)
+            answer = stub.Generate(pb.GenerateRequest(spec=spec), timeout=120)
         assert answer.usage.completion_tokens > 0
         assert answer.choices[0].text
 
         prometheus = Prometheus(stack.address(9090))
         jobs = {"kvatlas-service", "kvatlas-worker"}
-        wait_until(lambda: scraped(prometheus) == jobs, "both jobs to be scraped", 30)
-        wait_until(lambda: counted(prometheus) >= 1, "the call to be counted", 30)
+        wait_until(lambda: scraped(prometheus) == jobs, "both jobs to be scraped")
+        wait_until(lambda: counted(prometheus) >= 1, "the call to be counted")
         managers = json.loads(get(f"{prometheus.url}/api/v1/alertmanagers"))["data"]["activeAlertmanagers"]
         assert [each["url"] for each in managers] == [f"http://{stack.address(9093)}/api/v2/alerts"]
 

@@ -1,5 +1,6 @@
 """The subscriber against real gRPC: it follows, notices silence, comes back, and leaves nothing running."""
 
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from dashboard.client import ServiceSource
-from dashboard.live_pages import STALE_SECONDS, Follower, LivePages
+from dashboard.live_pages import Follower, LivePages
 from dashboard.recordings import save_past
 from dashboard.testing import WORKER_ID, FeedServer
 from kvatlas.client.errors import PermissionDenied
@@ -63,24 +64,25 @@ def test_a_large_map_comes_in_parts_and_stays_equal(
         assert (live.planes([name])[name] == plane).all(), name
 
 
+@pytest.mark.parametrize("limit", [60.0, pytest.param(BACK_SECONDS, marks=pytest.mark.slow)])
 def test_a_service_that_dies_is_noticed_and_comes_back_by_itself(
-    pages: LivePages, feed: FeedServer, wait_until: Callable[..., None]
+    pages: LivePages, feed: FeedServer, wait_until: Callable[..., None], limit: float
 ) -> None:
     follower = the(pages)
     feed.stop()
-    stopped = time.monotonic()
-    wait_until(lambda: follower.status.kind in ("no_service", "stale"), "a word of it", STALE_SECONDS + 1)
-    assert time.monotonic() - stopped < STALE_SECONDS + 1
+    wait_until(lambda: follower.status.kind in ("no_service", "stale"), "a word of it")
     assert follower.live_map.is_whole, "the last map stays"
-    wait_until(lambda: pages.failure, "the roster's word of it", 20)
+    wait_until(lambda: pages.failure, "the roster's word of it")
     time.sleep(2)  # away for a while, so that tries were in vain and waits have grown
     feed.pool.epoch += 1  # another life
     feed.start()
-    wait_until(lambda: follower.status.kind == "live", "a live map", BACK_SECONDS + 2)
+    began = time.monotonic()
+    wait_until(lambda: follower.status.kind == "live", "a live map")
+    assert time.monotonic() - began < limit
     assert follower.live_map.geometry().epoch == feed.pool.epoch
     assert len(follower.live_map.history.restarts) == 1
     assert follower.faults == 0
-    wait_until(lambda: not pages.failure, "the roster", 10)
+    wait_until(lambda: not pages.failure, "the roster")
 
 
 def test_a_delta_that_continues_nothing_is_a_fault_and_never_a_wrong_map(
@@ -203,7 +205,7 @@ def test_a_leak_that_the_audit_finds_is_on_the_screen(
         with Client(server.address) as client:
             for number in range(8):
                 client.generate([1 + number, *range(2, 60)], max_tokens=8, ignore_eos=True)
-        wait_until(lambda: the(pages).live_map.violations, "a violation with the feed", 30)
+        wait_until(lambda: the(pages).live_map.violations, "a violation with the feed")
         facts = pages.source.integrity("")
         failed = {check.name for check in facts.checks if check.fail_count}
         assert failed
@@ -254,17 +256,19 @@ def test_a_worker_that_is_gone_is_shown_for_a_while_and_then_forgotten(
 
 
 def test_the_last_minutes_are_saved_as_a_recording_that_replays(
-    start_server: Callable[..., Any], tmp_path: Path
+    start_server: Callable[..., Any], tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
     server = start_server("--runner", "fake", "--model", "random:tiny", "--num-pages", "63")
     with Client(server.address) as client:
         for number in range(4):
             client.generate([1 + number, *range(2, 60)], max_tokens=8, ignore_eos=True)
-        events = client.page_map().revision.number
+        wait_until(lambda: not client.page_pool().stats.active_pages, "the last request's end")
     path = tmp_path / "saved.kvrec"
     path.write_bytes(save_past(server.facts["admin_address"], "", 300))
     command = [sys.executable, "-m", "kvatlas.cli", "replay", str(path), "--json"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert str(events) in done.stdout, "up to the last event"
+    kept = sum(json.loads(done.stdout)["kinds"].values())
+    with Client(server.address) as client:  # whose map follows the worker by a fraction of a second
+        wait_until(lambda: client.page_map().revision.number == kept, "the recording's last event")

@@ -33,7 +33,7 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 SHORTER = 120.0  # what takes two minutes in production takes a second here; windows stay at 5 s or more
 
 pytestmark = [
-    pytest.mark.timeout(240),  # 40 s each on a quiet machine
+    pytest.mark.timeout(400),  # 40 s each on a quiet machine
     pytest.mark.skipif(
         bool(missing_programs()), reason=f"needs the Debian packages {', '.join(missing_programs())}"
     ),
@@ -68,7 +68,7 @@ def generate_traced(address: str) -> None:
         spec = pb.GenerationSpec(text="abc", stop=pb.StopCriteria(max_tokens=2))
         context = (("traceparent", f"00-{TRACE}-b7ad6b7169203331-01"),)
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        stub.Generate(pb.GenerateRequest(spec=spec), timeout=30, metadata=context)
+        stub.Generate(pb.GenerateRequest(spec=spec), timeout=120, metadata=context)
 
 
 def test_every_panel_shows_data_and_every_scrape_adds_up(
@@ -152,17 +152,17 @@ def test_leak_thrashing_exhaustion_and_a_dead_process_are_alerted(
         load.append(MixedLoad(server.address, Shape(64)))
         load[0].start()
         overloaded = {"KvatlasPoolExhausted", "KvatlasCacheThrashing"}
-        wait_until(lambda: overloaded <= firing(prometheus), "exhaustion and thrashing", 60)
+        wait_until(lambda: overloaded <= firing(prometheus), "exhaustion and thrashing", 120)
         assert "KvatlasPageLeak" not in firing(prometheus), "requests run"
-        wait_until(lambda: "KvatlasIntegrityCheckFailing" in firing(prometheus), "the audit to see it", 20)
+        wait_until(lambda: "KvatlasIntegrityCheckFailing" in firing(prometheus), "the audit to see it")
         load[0].pause()
-        wait_until(lambda: "KvatlasPageLeak" in firing(prometheus), "the leak", 40)
-        wait_until(lambda: not overloaded & firing(prometheus), "their end with the load", 40)
+        wait_until(lambda: "KvatlasPageLeak" in firing(prometheus), "the leak")
+        wait_until(lambda: not overloaded & firing(prometheus), "their end with the load")
         server.stop()
-        wait_until(lambda: jobs_down(prometheus) == {"kvatlas-service", "kvatlas-worker"}, "both down", 20)
+        wait_until(lambda: jobs_down(prometheus) == {"kvatlas-service", "kvatlas-worker"}, "both down")
         critical = {"KvatlasPoolExhausted", "KvatlasPageLeak", "KvatlasIntegrityCheckFailing", "KvatlasDown"}
-        wait_until(lambda: critical <= inbox.names("on-call"), "who is on call to be told", 20)
-        wait_until(lambda: "KvatlasCacheThrashing" in inbox.names("daytime"), "the other receiver", 20)
+        wait_until(lambda: critical <= inbox.names("on-call"), "who is on call to be told")
+        wait_until(lambda: "KvatlasCacheThrashing" in inbox.names("daytime"), "the other receiver")
     assert not inbox.names("on-call") & inbox.names("daytime")
 
 
