@@ -13,7 +13,7 @@ Around = Callable[[Behaviour, Any, Any], Awaitable[Any]]  # runs the behaviour; 
 
 
 class Interceptor(grpc.aio.ServerInterceptor):
-    """Wraps each handler once. Subclasses say which, and what goes around."""
+    """Wraps each handler of one server once. Subclasses say which, and what goes around."""
 
     def __init__(self) -> None:
         self._wrapped: dict[str, Any] = {}

@@ -150,18 +150,12 @@ class Service:
         config = self._config
         options = server_options(processes=config.processes, behind_balancer=config.behind_balancer)
         log.info("event=options %s", " ".join(f"{name}={value}" for name, value in options))
-        telemetry = Telemetry(self.backstage.metrics, access_log=config.access_log)
-        guard = Guard(
-            default_deadline=config.default_deadline,
-            max_deadline=config.max_deadline,
-            checks=(self._auth.check,) if self._auth is not None else (),
-        )
         credentials = _credentials(config)
-        self._server = grpc.aio.server(interceptors=(telemetry, guard), options=options)
+        self._server = grpc.aio.server(interceptors=self._interceptors(), options=options)
         self._add_services(self._server)
         self.port = _listen(self._server, config.address, credentials)
         if config.admin_address:
-            self._admin = grpc.aio.server(interceptors=(telemetry, guard), options=options)
+            self._admin = grpc.aio.server(interceptors=self._interceptors(), options=options)
             self._add_admin(self._admin)
             self.admin_port = _listen(self._admin, config.admin_address, credentials)
         await self._start_ops()
@@ -227,6 +221,16 @@ class Service:
         self._loop.call_soon_threadsafe(self.hurry)
 
     # Parts
+
+    def _interceptors(self) -> list[grpc.aio.ServerInterceptor]:
+        """Of one listener: they remember its handlers, and another one must not answer with them."""
+        config = self._config
+        guard = Guard(
+            default_deadline=config.default_deadline,
+            max_deadline=config.max_deadline,
+            checks=(self._auth.check,) if self._auth is not None else (),
+        )
+        return [Telemetry(self.backstage.metrics, access_log=config.access_log), guard]
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         add: Any = generation_pb2_grpc.add_GenerationServiceServicer_to_server
