@@ -19,7 +19,7 @@ from worker.execution.runner import Runner, StepHandle
 from worker.ids import SequenceId
 from worker.pages.page_cache import CacheConfig
 from worker.scheduling.request import AddStatus, RequestSpec
-from worker.scheduling.sampling import SamplingParams
+from worker.scheduling.sampling import Constraint, SamplingParams
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.settings import SchedulerConfig
 from worker.scheduling.step import Step
@@ -51,15 +51,22 @@ class Engine:
         )
         self.runner: Runner = device.build(self.config)
         self.device_name = facts.device_name
+        self.vocab_size = facts.model.vocab_size
         self._doubling_context = facts.doubling_context
         self.overlap = bool(self.config.overlap)
         self._next_id = 1
 
-    def run(self, workload: Workload) -> Tally:
-        """Answers everything; every run starts with an empty prefix cache."""
+    def run(self, workload: Workload, constraint: Constraint | None = None) -> Tally:
+        """Answers everything, within a constraint if there is one; every run has an empty prefix cache."""
         scheduler = self._scheduler()
         for prompt, count in zip(workload.prompts, workload.output_tokens, strict=True):
-            params = SamplingParams(temperature=0.6, max_tokens=count, stop_at_eos=False, seed=self._next_id)
+            params = SamplingParams(
+                temperature=0.6,
+                max_tokens=count,
+                stop_at_eos=False,
+                seed=self._next_id,
+                constraint=constraint,
+            )
             spec = RequestSpec(SequenceId(self._next_id), array("I", prompt), params)
             outcome = scheduler.add(spec, time.monotonic())
             assert outcome.status is AddStatus.ACCEPTED, outcome

@@ -58,6 +58,7 @@ _SIGNATURES: dict[str, tuple[_Argument | None, list[_Argument]]] = {
     "kv_embed_q8": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64]),
     "kv_draw": (None, [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 10]),
     "kv_penalise": (None, [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 6]),
+    "kv_mask": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64]),
     "kv_best": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
 }
 
@@ -320,6 +321,23 @@ class CpuLibrary:
             history.in_prompt.data_ptr(),
             history.lines.data_ptr(),
             *(column.ctypes.data for column in columns),
+        )
+
+    def mask(self, logits: Tensor, rows: Tensor, words: Tensor) -> None:
+        """-inf in place where a mask has no bit; bit t of words[i] is logits[rows[i], t].
+
+        rows int64 [m]; words int32 [m, at least vocab_size / 32], contiguous.
+        """
+        assert words.is_contiguous()
+        assert words.shape[1] * 32 >= logits.shape[1], "the masks are of another vocabulary"
+        self._calls.kv_mask(
+            logits.data_ptr(),
+            logits.stride(0),
+            logits.shape[1],
+            len(rows),
+            rows.data_ptr(),
+            words.data_ptr(),
+            words.shape[1],
         )
 
 

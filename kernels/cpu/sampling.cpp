@@ -1,6 +1,7 @@
 // The draw of one token per row: filters over few candidates, noise as kernels/noise.py defines it; penalties.
 //
 // Rows are independent. A token's noise is the same whatever is filtered out.
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -277,6 +278,22 @@ void kv_penalise(float* logits, int64_t stride, int64_t num_rows, int64_t vocab_
             if (is_output || prompt[i]) x = x > 0.0f ? x / repetition[row] : x * repetition[row];
             x -= frequency[row] * float(count[i]);
             at[i] = is_output ? x - presence[row] : x;
+        }
+    });
+}
+
+// Takes away what a mask does not allow, in place: bit t of words[i] is token t of row rows[i].
+void kv_mask(float* logits, int64_t stride, int64_t vocab_size, int64_t num_masks, const int64_t* rows,
+             const uint32_t* words, int64_t num_words) {
+    Pool::instance().run(num_masks, [&](int64_t i) {
+        float* at = logits + rows[i] * stride;
+        const uint32_t* mask = words + i * num_words;
+        for (int64_t first = 0; first < vocab_size; first += 32) {
+            const uint32_t bits = mask[first / 32];
+            const int64_t count = std::min<int64_t>(32, vocab_size - first);
+            if (bits == ~0u) continue;
+            for (int64_t t = 0; t < count; t++)
+                if (!(bits >> t & 1)) at[first + t] = -INFINITY;
         }
     });
 }

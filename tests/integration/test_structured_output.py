@@ -108,7 +108,7 @@ def test_one_that_cannot_be_meant_names_its_field_before_anything_runs(
 ) -> None:
     found = refusal(fleet, spec_of(**constraint))
     assert (found.code, found.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
-    assert list(found.violations) == [path]
+    assert list(found.paths) == [path]
     assert why in found.message
     assert is_idle(fleet)
 

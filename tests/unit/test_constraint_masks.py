@@ -12,6 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from kernels.cpu.library import cpu_library
 from kvatlas.constraints.compiler import Compiled, Compiler, TokenTable
 from kvatlas.constraints.text import ConstraintText
 from kvatlas.models.text_vocabulary import toy_vocabulary
@@ -202,6 +203,23 @@ def test_a_masked_draw_is_the_draw_from_the_allowed_tokens_alone(params: Samplin
     assert masked.ids.tolist() == expected.ids.tolist()
     assert masked.ids[0] == plain.ids[0], "a neighbour is not touched"
     assert keeps[masked.ids[1]]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 100, SIZE])
+def test_the_compiled_mask_equals_the_plain_one(vocab_size: int) -> None:
+    library = cpu_library()
+    if library is None:
+        pytest.skip("no compiler here")
+    chance = np.random.default_rng(vocab_size)
+    rows = torch.tensor([3, 0, 2])
+    words = torch.from_numpy(chance.integers(-(2**31), 2**31, (3, -(-vocab_size // 32)), dtype=np.int32))
+    words[1] = -1
+    wide = torch.randn(4, vocab_size + 5)
+    plain, ours = wide.clone(), wide.clone()
+    for line, row in enumerate(rows.tolist()):
+        plain[row, :vocab_size].masked_fill_(~unpacked(words, vocab_size)[line], -math.inf)
+    library.mask(ours[:, :vocab_size], rows, words)
+    assert torch.equal(ours, plain)
 
 
 def test_log_probabilities_are_of_what_may_be_drawn() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.library import CpuLibrary, DrawColumns, HistoryTables, PenaltyColumns
+from worker.execution.constraint_masks import StepMasks
 from worker.execution.sampler import HostRows, Sampler
 from worker.execution.sampling_state import SamplingState
 
@@ -17,6 +18,10 @@ class CpuSampler(Sampler):
     def __init__(self, state: SamplingState, library: CpuLibrary) -> None:
         super().__init__(state)
         self._library = library
+
+    def _mask(self, logits: Tensor, masks: StepMasks) -> None:
+        rows = torch.tensor(masks.indexes, dtype=torch.int64)
+        self._library.mask(logits, rows, torch.from_numpy(masks.words))
 
     def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return self._library.best(logits)

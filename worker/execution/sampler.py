@@ -80,16 +80,17 @@ class Sampler:
 
     # What follows up to _draw may be done faster by a subclass: same results.
 
-    def _mask(self, logits: Tensor, masks: StepMasks) -> None:
-        """Takes every token away that a constraint does not allow; in place."""
-        index = self._index(np.asarray(masks.indexes, dtype=np.int64))
-        words = to_device(torch.from_numpy(masks.words), self._state.device)
-        logits[index] = logits[index].masked_fill_(~unpacked(words, logits.shape[1]), -math.inf)
-
     def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Highest logit of each row, NaN where it holds NaN, and its lowest index."""
         best, ids = logits.max(dim=-1)
         return best, ids
+
+    def _mask(self, logits: Tensor, masks: StepMasks) -> None:
+        """Takes every token away that a constraint does not allow; in place."""
+        words = to_device(torch.from_numpy(masks.words), self._state.device)
+        forbidden = ~unpacked(words, logits.shape[1])
+        for line, index in enumerate(masks.indexes):
+            logits[index].masked_fill_(forbidden[line], -math.inf)
 
     # -- before temperature ------------------------------------------------------------------------------
 
