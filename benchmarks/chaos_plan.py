@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 PROMPT_TOKENS = (3, 120)
-OUTPUT_TOKENS = (60, 600)
+OUTPUT_TOKENS = (60, 400)
 TOKEN_IDS = range(3, 250)  # of the byte vocabulary: no control token
 SHARED_PROMPTS = 6  # beginnings that prompts share, so that pages are shared and found again
 SHARED_TOKENS = 48

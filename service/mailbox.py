@@ -7,7 +7,7 @@ once: one token a message while it keeps up, many when it is late. Bound: max_to
 
 import asyncio
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from service.request import AddOutcome, LostReason, Scores, SequenceEnd, SequenceStart
 
@@ -160,6 +160,12 @@ class Mailbox:
             self._stop_timer()
             self._inbox.box_ended(has_ended=True)
             self._inbox.wake()
+
+    def begin_behind(self, token_ids: Sequence[int]) -> None:
+        """Begins with tokens that an earlier reader took."""
+        assert not self.tokens, "a mailbox that is in use"
+        self.tokens.extend(token_ids)
+        self.taken = len(self.tokens)
 
     def reopen(self) -> None:
         """The sequence goes on elsewhere: its end was none."""

@@ -63,6 +63,18 @@ class Choice:
         self._min_tokens = min_tokens  # of one message
         self._stops = stops
 
+    def begin_behind(self, token_ids: Sequence[int]) -> None:
+        """Output that the reader has already. `read_again` belongs to it."""
+        self.box.begin_behind(token_ids)
+        self.num_tokens = len(token_ids)
+
+    def read_again(self, token_ids: Sequence[int]) -> bool:
+        """Brings the text to where the reader's is; False: it holds a stop string, so nothing can follow.
+
+        Touches nothing but the text, so that a thread may do it before the sample runs.
+        """
+        return self._answer is None or self._answer.push(token_ids).stop_string is None
+
     def take(self) -> Piece:
         """All that waits, and the end if it has come. Not called after the end."""
         assert self.finish is None, f"sample {self.index} ended before"

@@ -7,6 +7,7 @@ import math
 import os
 import random
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,11 +27,12 @@ _DRAW = random.SystemRandom()
 
 @dataclass(frozen=True, slots=True)
 class StreamShape:
-    """How a stream is cut into messages."""
+    """How a stream is cut into messages, and where it begins."""
 
     min_tokens: int = 1
     hold_seconds: float = DEFAULT_HOLD_SECONDS
     queue_updates: bool = False
+    resume_ids: Sequence[int] = ()  # output that the client has already
 
 
 # From the client
@@ -66,10 +68,12 @@ def with_prompt(request: Request, prompt_ids: Sequence[int], max_tokens: int) ->
     return replace(request, prompt_ids=prompt_ids, stops=replace(request.stops, max_tokens=max_tokens))
 
 
-def stream_shape(options: pb.StreamOptions) -> StreamShape:
-    """StreamOptions with its defaults filled in."""
+def stream_shape(request: pb.StreamGenerateRequest) -> StreamShape:
+    """StreamOptions with its defaults filled in, and what is there already."""
+    options = request.stream
     hold = seconds(options.max_hold) if options.HasField("max_hold") else DEFAULT_HOLD_SECONDS
-    return StreamShape(max(1, options.min_tokens_per_message), hold, options.queue_updates)
+    resume_ids = array("I", request.resume_after.ids)
+    return StreamShape(max(1, options.min_tokens_per_message), hold, options.queue_updates, resume_ids)
 
 
 def new_request_id() -> str:

@@ -65,7 +65,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def StreamGenerate(self, request: pb.StreamGenerateRequest, context: Any) -> None:
         """The answer as it comes. From the end of the last sequence on the reader has limited time."""
         faults = validate.stream_options(request.stream)
-        shape = convert.stream_shape(request.stream) if not faults else _WHOLE
+        shape = convert.stream_shape(request) if not faults else _WHOLE
         async with self._running(request.spec, shape, faults) as run:
             stream = _Stream(run, context)
             patience = asyncio.timeout(None)
@@ -173,7 +173,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 raise errors.queue_full(self._backstage.estimated_wait_ms() or 0, call.attempts_before)
             await self._opening.check_constraint(request, call)
             request = self._opening.complete(request, await self._backstage.prompts.ids_of(spec), facts)
-            live.run = run = self._opening.run_of(request, shape, account, call)
+            run = self._opening.run_of(request, shape, account, call)
+            await self._opening.begin_behind(run, shape.resume_ids, facts)
+            live.run = run
             if live.failure is not None:
                 raise live.failure
             if live.is_cancelled:

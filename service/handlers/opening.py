@@ -5,6 +5,7 @@ Owns the order of the checks and what an unset max_tokens becomes. Sends nothing
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from kvatlas.v1 import generation_pb2 as pb
 from service import errors
@@ -94,6 +95,19 @@ class Opening:
             resume_seconds=self._backstage.config.resume_seconds,
             attempts_before=call.attempts_before,
         )
+
+    async def begin_behind(self, run: GenerationRun, token_ids: Sequence[int], facts: WorkerFacts) -> None:
+        """Puts output that the client has already before the answer. Raises Failure where it cannot be so."""
+        if not token_ids:
+            return
+        if found := validate.resumption(token_ids, run.request, facts.vocab_size):
+            raise errors.invalid_fields(found)
+        choice = run.choices[0]
+        choice.begin_behind(token_ids)
+        work = partial(choice.read_again, token_ids)
+        if not await self._backstage.prompts.beside(4 * len(token_ids), work):
+            fault = Violation("resume_after", "holds a stop string: the answer is over")
+            raise errors.invalid_fields([fault])
 
     def _pool_room(self, request: Request, num_prompt_tokens: int, facts: WorkerFacts) -> int:
         """Output tokens that fit the pool beside the prompt; whole prompt pages are shared by the samples."""

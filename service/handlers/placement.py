@@ -245,7 +245,7 @@ class Placement:
             sequence_id=self._pool.take_sequence_ids(len(group)),
             num_samples=len(group),
             first_choice=first.index,
-            resume_ids=first.box.tokens if self.has_started else (),
+            resume_ids=first.box.tokens,  # nothing yet where several samples go together
             attempt=self._attempts.count,
             timeout_ms=_left_ms(request.deadline, now),
             queue_timeout_ms=self._queue_timeout_ms(now),

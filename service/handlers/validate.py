@@ -16,6 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from kvatlas.constraints.text import MAX_CONSTRAINT_BYTES
 from kvatlas.v1 import generation_pb2 as pb
 from service.errors import Violation
+from service.request import Request
 
 MAX_SAMPLES = 16
 MAX_LOGPROBS = 20
@@ -106,6 +107,17 @@ def stream_options(options: pb.StreamOptions) -> list[Violation]:
         description = f"{options.min_tokens_per_message} is more than {MAX_TOKENS_PER_MESSAGE}"
         found.add("stream.min_tokens_per_message", description)
     found.duration("stream", options, "max_hold", MAX_HOLD_SECONDS, may_be_zero=True)
+    return found.found
+
+
+def resumption(token_ids: Sequence[int], request: Request, vocab_size: int) -> list[Violation]:
+    """All that is wrong with output that an answer is to begin behind."""
+    found = Violations()
+    found.ids("resume_after.ids", token_ids, vocab_size)
+    if request.num_samples > 1:
+        found.add("resume_after", f"is of one sample, {request.num_samples} are asked for")
+    if len(token_ids) >= request.stops.max_tokens:
+        found.add("resume_after", f"{len(token_ids)} tokens are not fewer than {request.stops.max_tokens}")
     return found.found
 
 

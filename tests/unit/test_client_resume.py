@@ -167,6 +167,44 @@ def test_the_next_call_has_the_seed_and_the_id_that_started_told_and_no_queue_ti
     assert again.text == "x"
 
 
+def test_a_single_sample_goes_on_behind_what_was_delivered() -> None:
+    course = course_of(stream_request(stop=pb.StopCriteria(max_tokens=NUM_TOKENS)))
+    course.take(started(course.next_call()[0], 5))
+    texts = []
+    for begin, end in ((0, 2), (2, 5)):
+        event = course.take(delta(5, 0, begin, end, ids=True))
+        assert isinstance(event, Delta)
+        texts.append(event.text)
+    course.wait_seconds(lost())
+    again = course.next_call()[0]
+    assert list(again.resume_after.ids) == [token_of(5, 0, number) for number in range(5)]
+    course.take(started(again, 5))
+    event = course.take(delta(5, 0, 5, NUM_TOKENS, ids=True))
+    assert isinstance(event, Delta)
+    assert (event.token_offset, event.token_count) == (5, NUM_TOKENS - 5)
+    assert "".join(texts) + event.text == text_of(5, 0, NUM_TOKENS)
+    course.wait_seconds(lost())  # all tokens are here, their end is not: nothing could follow them
+    assert not course.next_call()[0].resume_after.ids
+    course.take(started(course.next_call()[0], 5))
+    assert course.take(delta(5, 0, 0, NUM_TOKENS, ids=True)) is None
+    assert isinstance(course.take(finished(0)), Finished)
+
+
+def test_several_samples_are_repeated_and_a_stream_that_begins_elsewhere_is_incomplete() -> None:
+    course = course_of(stream_request(sampling=pb.SamplingParams(n=2)))
+    course.take(started(course.next_call()[0], 5))
+    course.take(delta(5, 0, 0, 3, ids=True))
+    course.wait_seconds(lost())
+    assert not course.next_call()[0].resume_after.ids
+    single = course_of(stream_request())
+    single.take(started(single.next_call()[0], 5))
+    single.take(delta(5, 0, 0, 3, ids=True))
+    single.wait_seconds(lost())
+    single.take(started(single.next_call()[0], 5))
+    with pytest.raises(Incomplete, match="number 2 came"):
+        single.take(delta(5, 0, 2, 4, ids=True))
+
+
 def test_a_repeated_run_with_another_token_or_text_is_incomplete() -> None:
     for wrong in ("ids", "text"):
         course = course_of(stream_request())
@@ -281,6 +319,7 @@ class LosingServer(generation_pb2_grpc.GenerationServiceServicer):
     """Ends its first calls after some tokens, as a proxy does whose server has died."""
 
     def __init__(self) -> None:
+        self.knows_resume = True
         self.lose_after: list[int] = []  # tokens of each call in turn; calls beyond are whole
         self.failure: tuple[grpc.StatusCode, str] = (grpc.StatusCode.UNAVAILABLE, "")
         self.requests: list[pb.StreamGenerateRequest] = []
@@ -294,7 +333,8 @@ class LosingServer(generation_pb2_grpc.GenerationServiceServicer):
         seed = first.started.seed
         yield first
         end = self.lose_after[call] if call < len(self.lose_after) else NUM_TOKENS
-        for number in range(end):
+        begin = len(request.resume_after.ids) if self.knows_resume else 0
+        for number in range(begin, end):
             ids = request.spec.output.format == pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS
             yield delta(seed, 0, number, number + 1, ids=ids)
         self.proceed.wait(10)
@@ -340,10 +380,12 @@ def read_async(address: str, **options: Any) -> tuple[list[Event], int]:
 
 @pytest.mark.parametrize("read", [read_blocking, read_async])
 @pytest.mark.parametrize("output", ["text", "both"])
+@pytest.mark.parametrize("knows_resume", [True, False])
 def test_a_stream_goes_on_after_its_server_was_lost_twice(
-    read: Callable[..., tuple[list[Event], int]], output: str
+    read: Callable[..., tuple[list[Event], int]], output: str, knows_resume: bool
 ) -> None:
     server = LosingServer()
+    server.knows_resume = knows_resume
     server.lose_after = [4, 7]
     with served(server) as (_, port):
         events, resumes = read(f"127.0.0.1:{port}", output=output)
@@ -353,6 +395,7 @@ def test_a_stream_goes_on_after_its_server_was_lost_twice(
     assert whole.choices[0].token_ids == (ids if output == "both" else ())
     assert resumes == 2
     assert [request.spec.sampling.seed for request in server.requests] == [0, 40, 40]
+    assert [tuple(request.resume_after.ids) for request in server.requests] == [(), ids[:4], ids[:7]]
 
 
 @pytest.mark.parametrize("read", [read_blocking, read_async])

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
@@ -252,3 +253,12 @@ def test_work_that_finds_no_room_is_refused_and_a_closed_pool_takes_none() -> No
     ran.acquire()
     threads.close()
     assert not threads.submit(ran.release)
+
+
+def test_behind_output_that_breaks_the_constraint_nothing_is_allowed_not_even_the_end() -> None:
+    """A client goes on with tokens of its own saying: the library would allow EOS, as if all were well."""
+    words = array("I", [0xFFFFFFFF] * (SIZE // 32))
+    address, size = words.buffer_info()
+    progress = COMPILER.compile(ConstraintText("regex", "[a-f]{3,9}")).begin(b"0123")
+    assert progress.write_mask(address, size * words.itemsize) is not None
+    assert allowed(words.tobytes()) == set()

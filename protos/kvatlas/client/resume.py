@@ -2,10 +2,11 @@
 
 Owns the rule of going on. A server resumes what its workers lose; when the server itself is lost in mid
 stream, the same request goes to whoever answers at the address: same id, same prompt, and the seed that
-`started` told. Everything is computed again, and what comes is compared with what was delivered, token by
-token and character by character: equal parts are passed over, the first difference is an Incomplete.
-So a reader sees every token once, whatever happened, and never two that contradict each other.
-Knows no channel and no thread: shared by the sync and the async stream.
+`started` told. A single sample says what was delivered (`resume_after`), and goes on behind it after one
+prefill. Several samples, and a server that does not know of that, compute everything again; then what
+comes is compared with what was delivered, token by token and character by character: equal parts are passed
+over, the first difference is an Incomplete. So a reader sees every token once, whatever happened, and never
+two that contradict each other. Knows no channel and no thread: shared by the sync and the async stream.
 """
 
 import random
@@ -43,13 +44,14 @@ class _Delivered:
     texts: list[str] = field(default_factory=list)
     end: Finished | None = None
     # Of the present call: how far it has come, and the text that it must repeat.
+    has_begun: bool = False
     to_repeat: str = ""
     chars_seen: int = 0
 
     def begin_again(self) -> None:
         """Another call begins."""
         self.texts = ["".join(self.texts)]
-        self.to_repeat, self.chars_seen = self.texts[0], 0
+        self.has_begun, self.to_repeat, self.chars_seen = False, self.texts[0], 0
 
 
 class Course:
@@ -94,6 +96,8 @@ class Course:
         event = read_event(message)
         if event is None:
             return None
+        if isinstance(event, Delta):
+            self._note_begin(event)
         self._order.check(event)
         if isinstance(event, Started):
             return self._start(event)
@@ -144,6 +148,16 @@ class Course:
             spec.request_id, spec.sampling.seed = started.request_id, started.seed
             spec.scheduling.ClearField("queue_timeout")  # it has left the queue once
         return started
+
+    def _note_begin(self, delta: Delta) -> None:
+        """The first delta of a call says whether it goes on behind what was delivered, or begins again."""
+        choice = self._choices.get(delta.index)
+        if choice is None or choice.has_begun:
+            return
+        choice.has_begun = True
+        if self._request.resume_after.ids and delta.token_offset == choice.num_tokens:
+            self._order.begin_behind(delta.index, choice.num_tokens)
+            choice.chars_seen = len(choice.to_repeat)
 
     def _news(self, delta: Delta) -> Delta | None:
         choice = self._choices.setdefault(delta.index, _Delivered())
@@ -222,6 +236,15 @@ class Course:
         self._order = StreamOrder()
         for choice in self._choices.values():
             choice.begin_again()
+        request, first = self._request, self._choices.get(0)
+        request.ClearField("resume_after")
+        is_single = not request.spec.sampling.HasField("n") or request.spec.sampling.n == 1
+        if is_single and first is not None and first.end is None and self._may_be_more_than(first.num_tokens):
+            request.resume_after.ids.extend(first.token_ids)
+
+    def _may_be_more_than(self, num_tokens: int) -> bool:
+        stop = self._request.spec.stop
+        return not stop.HasField("max_tokens") or num_tokens < stop.max_tokens
 
     def _ask_for_ids(self) -> None:
         """A run is compared by its ids, also where the reader wants text only."""

@@ -26,6 +26,10 @@ class StreamOrder:
         self.is_complete = False
         self._token_counts: dict[int, int] = {}
 
+    def begin_behind(self, index: int, num_tokens: int) -> None:
+        """The stream goes on behind tokens that came before it."""
+        self._token_counts[index] = num_tokens
+
     def check(self, event: Event) -> None:
         """To be called with every event, in order."""
         if self.is_complete:

@@ -5,6 +5,7 @@ table and limits, so what one of them takes the other takes as well. Compiling a
 interpreter; nothing here belongs on an event loop or the engine's thread (threads.py).
 """
 
+import ctypes
 import re
 import threading
 import time
@@ -94,7 +95,10 @@ class Progress:
         state and nowhere else.
         """
         self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
-        return self.dead_end
+        why = self.dead_end
+        if why is not None:
+            ctypes.memset(address, 0, num_bytes)  # behind what it does not allow the library writes EOS
+        return why
 
     def mask(self) -> bytes:
         """The allowed next tokens, a bit each, in words of 4 bytes; `dead_end` says whether they mean it."""

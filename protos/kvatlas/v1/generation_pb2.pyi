@@ -256,12 +256,14 @@ class Choice(_message.Message):
     def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
 
 class StreamGenerateRequest(_message.Message):
-    __slots__ = ("spec", "stream")
+    __slots__ = ("spec", "stream", "resume_after")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
+    RESUME_AFTER_FIELD_NUMBER: _ClassVar[int]
     spec: GenerationSpec
     stream: StreamOptions
-    def __init__(self, spec: _Optional[_Union[GenerationSpec, _Mapping]] = ..., stream: _Optional[_Union[StreamOptions, _Mapping]] = ...) -> None: ...
+    resume_after: TokenSequence
+    def __init__(self, spec: _Optional[_Union[GenerationSpec, _Mapping]] = ..., stream: _Optional[_Union[StreamOptions, _Mapping]] = ..., resume_after: _Optional[_Union[TokenSequence, _Mapping]] = ...) -> None: ...
 
 class StreamOptions(_message.Message):
     __slots__ = ("min_tokens_per_message", "max_hold", "queue_updates")
