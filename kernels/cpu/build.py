@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from kernels.config import cache_folder
+
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
@@ -27,9 +29,9 @@ _BUILD_SECONDS = 300
 
 
 def default_cache_folder() -> Path:
-    """Where libraries are kept: under the user's cache, or a private temporary folder without a home."""
+    """Where libraries are kept: in the user's cache folder, or, where there is none, a private one."""
     try:
-        folder = Path.home() / ".cache" / "kvatlas" / "kernels"
+        folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if os.access(folder, os.W_OK):
             return folder
@@ -38,7 +40,7 @@ def default_cache_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="kvatlas-kernels-"))
 
 
-def build(cache_folder: Path | None = None, *, architecture: str = "native") -> Path | None:
+def build(into: Path | None = None, *, architecture: str = "native") -> Path | None:
     """The shared library, built unless the cache has it; None, with a line in the log, where it cannot be.
 
     `architecture` is what follows -march=; another one than native is for tests.
@@ -47,7 +49,7 @@ def build(cache_folder: Path | None = None, *, architecture: str = "native") -> 
     if compiler is None:
         log.warning("cpu kernels not built reason=no_compiler tried=%s", ",".join(COMPILERS))
         return None
-    folder = cache_folder or default_cache_folder()
+    folder = into or default_cache_folder()
     library = folder / f"cpu-{_key(compiler, architecture)}.so"
     if library.exists():
         return library

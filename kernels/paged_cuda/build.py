@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernels.paged_cuda.config import cache_folder
+from kernels.config import cache_folder
 from kernels.paged_cuda.shape import BLOCK_SIZES
 
 log = logging.getLogger(__name__)

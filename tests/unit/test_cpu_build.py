@@ -30,6 +30,26 @@ def test_a_second_start_compiles_nothing(small_sources: Path, tmp_path: Path) ->
     assert first.stat().st_mtime_ns == stamp
 
 
+def test_libraries_are_kept_by_the_xdg_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert building.default_cache_folder() == tmp_path / "xdg" / "kvatlas" / "kernels"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # not allowed to mean anything
+    assert building.default_cache_folder() == tmp_path / "home" / ".cache" / "kvatlas" / "kernels"
+
+
+def test_a_cache_folder_that_cannot_be_made_is_replaced_by_a_private_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(in_the_way))
+    folder = building.default_cache_folder()
+    assert folder.is_dir()
+    assert in_the_way not in folder.parents
+    folder.rmdir()
+
+
 def test_of_two_builders_one_builds(
     small_sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -79,6 +99,7 @@ def test_a_library_that_lacks_a_function_is_refused(small_sources: Path, tmp_pat
 
 def test_the_default_cache_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     folder = building.default_cache_folder()
     assert folder.is_relative_to(tmp_path)
     assert stat.S_IMODE(folder.stat().st_mode) & 0o022 == 0

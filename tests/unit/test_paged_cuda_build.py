@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
+from kernels.config import cache_folder
 from kernels.paged_cuda import build as build_module
 from kernels.paged_cuda.backend import PagedCudaBackend, is_partitioned
 from kernels.paged_cuda.build import HEAD_SIZES, BuildError, Specialization, build, find_compiler
-from kernels.paged_cuda.config import cache_folder
 from kernels.paged_cuda.library import PagedCudaLibrary, num_partitions
 from kernels.paged_cuda.shape import BLOCK_SIZES, KernelShape
 
