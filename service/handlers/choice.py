@@ -50,7 +50,7 @@ class Piece(NamedTuple):
 class Choice:
     """One sample of a request."""
 
-    __slots__ = ("_answer", "_min_tokens", "_stops", "box", "finish", "index", "num_tokens")
+    __slots__ = ("_answer", "_min_tokens", "_stops", "box", "finish", "index", "num_before", "num_tokens")
 
     def __init__(
         self, index: int, box: Mailbox, answer: AnswerText | None, stops: Stops, *, min_tokens: int = 1
@@ -58,6 +58,7 @@ class Choice:
         self.index = index
         self.box = box
         self.num_tokens = 0  # that were taken and belong to the output
+        self.num_before = 0  # of these, that the reader had before
         self.finish: Finish | None = None
         self._answer = answer  # None: neither text nor stop strings are asked for
         self._min_tokens = min_tokens  # of one message
@@ -66,7 +67,7 @@ class Choice:
     def begin_behind(self, token_ids: Sequence[int]) -> None:
         """Output that the reader has already. `read_again` belongs to it."""
         self.box.begin_behind(token_ids)
-        self.num_tokens = len(token_ids)
+        self.num_tokens = self.num_before = len(token_ids)
 
     def read_again(self, token_ids: Sequence[int]) -> bool:
         """Brings the text to where the reader's is; False: it holds a stop string, so nothing can follow.

@@ -211,7 +211,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 was_admitted=done is not None and done.start is not None,
                 was_cancelled=is_cancelled or (live is not None and live.is_cancelled),
             )
-            counts = [choice.num_tokens for choice in done.choices] if done is not None else []
+            counts = [choice.num_tokens - choice.num_before for choice in done.choices] if done else []
             now = monotonic()
             account.ended(outcome, now, counts)
             if trace is not None:

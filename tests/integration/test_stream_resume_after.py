@@ -1,5 +1,7 @@
 """A client goes on with an answer whose service died: `resume_after` against the real worker's scheduler."""
 
+import re
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,6 +87,24 @@ def test_wherever_it_is_cut_the_rest_is_the_rest_of_the_whole_answer(stub: Any, 
         assert rest.usage.completion_tokens == whole.usage.completion_tokens
         assert rest.usage.prompt_tokens == whole.usage.prompt_tokens
         assert rest.logprobs == pytest.approx(whole.logprobs[len(whole.logprobs) - len(rest.logprobs) :])
+
+
+def test_tokens_that_the_client_had_are_not_counted_as_generated_again(
+    stub: Any, fake_server: Any, wait_until: Any
+) -> None:
+    def figures() -> tuple[float, float]:
+        url = f"http://127.0.0.1:{fake_server.facts['metrics_port']}/metrics"
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            text = answer.read().decode()
+        names = ("kvatlas_generated_tokens_total", "kvatlas_request_generated_tokens_sum")
+        values = [re.search(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE) for name in names]
+        return float(values[0][1]), float(values[1][1])  # type: ignore[index]
+
+    whole = Answer(stub, request_of())
+    before = figures()
+    Answer(stub, request_of(whole.ids[:10]))
+    own = len(whole.ids) - 10
+    wait_until(lambda: figures() == (before[0] + own, before[1] + own), "both counters")
 
 
 def refusal(stub: Any, request: pb.StreamGenerateRequest) -> KvatlasError:
