@@ -19,14 +19,14 @@ class Caller:
 
     def __init__(self, channel: grpc.Channel, admin: grpc.Channel, token: str) -> None:
         self.metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self._generation = generation_pb2_grpc.GenerationServiceStub(channel)
-        self._cache = cache_pb2_grpc.CacheServiceStub(channel)
-        self._server = server_pb2_grpc.ServerServiceStub(channel)
-        self._admin = server_pb2_grpc.AdminServiceStub(admin)
+        generation: Any = generation_pb2_grpc.GenerationServiceStub
+        cache: Any = cache_pb2_grpc.CacheServiceStub
+        server: Any = server_pb2_grpc.ServerServiceStub
+        operator: Any = server_pb2_grpc.AdminServiceStub
+        self._stubs = (generation(channel), cache(channel), server(channel), operator(admin))
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        stubs = (self._generation, self._cache, self._server, self._admin)
-        found = next((getattr(stub, method) for stub in stubs if hasattr(stub, method)), None)
+        found = next((getattr(stub, method) for stub in self._stubs if hasattr(stub, method)), None)
         if found is None:
             raise AttributeError(method)
 

@@ -44,7 +44,7 @@ class Desk:
         self.worker = WorkerProcess(folder, "worker-0", *flags, "--profiles", str(folder / "profiles"))
         cleanup.callback(self.worker.kill)
         self.worker.start()
-        settings = {"auth_file": str(auth), "pins": str(pins), "admin_address": "127.0.0.1:0"}
+        settings: dict[str, Any] = {"auth_file": str(auth), "pins": str(pins), "admin_address": "127.0.0.1:0"}
         self.running: RunningService = cleanup.enter_context(
             running_service(folder, num_workers=0, ready=False, workers=(self.worker.address,), **settings)
         )
@@ -119,7 +119,8 @@ def test_a_pin_set_again_goes_on_counting_and_pins_come_in_pages_of_a_list(desk:
     ).pins
     assert two.computed_tokens == 0, "its pages were there"
     assert two.HasField("expire_time")
-    names, cursor = [], ""
+    names: list[str] = []
+    cursor = ""
     while not names or cursor:
         page = desk.root.ListPinnedPrefixes(
             server_pb2.ListPinnedPrefixesRequest(max_results=1, cursor=cursor)

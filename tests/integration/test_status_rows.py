@@ -61,7 +61,14 @@ class Stack:
         auth.touch(mode=0o600)
         auth.write_text("\n".join(_entry(name) for name in TOKENS))
         self._auth = str(auth)
-        flags = ("--num-pages", str(PAGES), "--max-running", str(ROWS), "--max-queued", str(QUEUE))
+        flags: tuple[str, ...] = (
+            "--num-pages",
+            str(PAGES),
+            "--max-running",
+            str(ROWS),
+            "--max-queued",
+            str(QUEUE),
+        )
         flags += ("--debug-faults", "requests", "--recordings", str(folder / "recordings"))
         self.worker = WorkerProcess(folder, "worker-0", *flags, "--profiles", str(folder / "profiles"))
         self.worker.start()
