@@ -41,7 +41,8 @@ export function followed(map, name, choices, apply) {
     pick(value) {
       pickedAt = performance.now();
       apply(value);
-      map.setTriggerValue?.("looked", { [name]: value });
+      map.looked = { ...map.looked, [name]: value }; // all of them: a second choice overtakes the first
+      map.setTriggerValue?.("looked", map.looked);
     },
     take(value) {
       if (value === given || !choices.includes(value)) return;

@@ -111,8 +111,21 @@ class Spectrogram {
     const context = this.canvas.getContext("2d");
     context.imageSmoothingEnabled = false;
     context.drawImage(this.image, 0, 0, this.canvas.width, this.canvas.height);
+    this.paintBeginning(context, start, palette.ground.muted[kind]);
     setText(this.words, `page 0 above, page ${number(this.pageCount - 1)} below · ${this.columns.length} s`);
     this.node.dataset.columns = this.columns.length;
+  }
+
+  // Why there is nothing on the left: nobody looked.
+  paintBeginning(context, start, colour) {
+    const ratio = ratioOf(), edge = (start / SPAN) * this.canvas.width;
+    context.font = `${12 * ratio}px ${getComputedStyle(this.node).fontFamily}`;
+    const text = `this dashboard looks since ${clock(this.columns[0].time)}`;
+    if (context.measureText(text).width > edge - 16 * ratio) return;
+    context.fillStyle = colour;
+    context.textAlign = "right";
+    context.fillText(text, edge - 8 * ratio, 20 * ratio);
+    context.textAlign = "left";
   }
 
   paintLegend(kind) {

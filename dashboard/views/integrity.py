@@ -91,7 +91,7 @@ def _tile(
     """One check: its mark, what it says, how it stands."""
     mark = {None: ":gray[…]", False: ":green[✔]", True: ":red[✘]"}[is_wrong]
     lines = [f"{mark} **{name}**", *([means] if means else []), f":small[{words}]"]
-    column.container(border=True).markdown("  \n".join(lines))
+    column.container(border=True, height="stretch").markdown("  \n".join(lines))
 
 
 def violations_table(violations: Sequence[ViolationFacts]) -> pd.DataFrame:
