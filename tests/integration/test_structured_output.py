@@ -110,7 +110,7 @@ def test_one_that_cannot_be_meant_names_its_field_before_anything_runs(
     assert (found.code, found.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
     assert list(found.paths) == [path]
     assert why in found.message
-    assert is_idle(fleet)
+    wait_for(lambda: is_idle(fleet), "no pages in use", fleet.workers)
 
 
 def test_an_output_that_is_cut_off_says_so_and_was_on_its_way(fleet: Fleet) -> None:
