@@ -24,7 +24,7 @@ from kvatlas.client.errors import (
     ServerFailure,
     Unavailable,
 )
-from kvatlas.client.events import Delta, Event, Finished, Started, Summary
+from kvatlas.client.events import Delta, Event, Finished, Queued, Started, Summary
 from kvatlas.client.resume import MAX_CALLS_WITHOUT_PROGRESS, Course
 from kvatlas.client.stream import gather
 from kvatlas.client.sync import Client
@@ -272,6 +272,21 @@ def test_before_the_start_only_what_grpc_does_not_retry_is_tried_again() -> None
         else:
             with pytest.raises(Unavailable):
                 course.wait_seconds(lost(code))
+
+
+def test_a_request_that_was_told_its_place_in_the_queue_goes_on_elsewhere() -> None:
+    """The first `queued` has committed the call: gRPC itself retries no more."""
+    for failure in (lost(), lost("UNAVAILABLE", "DRAINING")):
+        course = course_of(stream_request())
+        queued = pb.StreamGenerateResponse(queued=pb.QueueUpdate(position=2))
+        assert course.take(queued) == Queued(2, None)
+        assert course.wait_seconds(failure) > 0
+        with pytest.raises(Unavailable):
+            course.wait_seconds(failure)  # nothing was heard of the next one
+    course = course_of(stream_request())
+    course.take(pb.StreamGenerateResponse(queued=pb.QueueUpdate(position=2)))
+    with pytest.raises(Unavailable):
+        course.wait_seconds(lost("RESOURCE_EXHAUSTED", "QUEUE_TIMEOUT"))
 
 
 def test_a_stream_with_a_limit_on_its_time_or_without_resume_is_never_repeated() -> None:

@@ -82,6 +82,7 @@ class Course:
         self._choices: dict[int, _Delivered] = {}
         self._lost_at: float | None = None
         self._attempt = 0  # since the loss
+        self._is_queued = False  # the present call has told its place in the queue
         self._is_taken = False  # the present call was admitted
         self._without_progress = 0
 
@@ -102,6 +103,7 @@ class Course:
         if isinstance(event, Started):
             return self._start(event)
         if isinstance(event, Queued):
+            self._is_queued = True
             return event if self._started is None else None
         if isinstance(event, Delta):
             return self._news(event)
@@ -221,9 +223,7 @@ class Course:
         if not self._may_resume:
             return False
         if self._started is None:
-            # gRPC has retried what it may; it does not retry a connection that broke in other ways.
-            is_broken = is_transport_loss(failure) and failure.code != "UNAVAILABLE"
-            return is_broken and self._attempt < MAX_CALLS_WITHOUT_PROGRESS
+            return self._attempt < MAX_CALLS_WITHOUT_PROGRESS and self._is_left_by_grpc(failure)
         if self._is_taken:
             self._is_taken = False
             self._without_progress += 1
@@ -232,7 +232,14 @@ class Course:
         is_our_own = failure.reason == Reason.DUPLICATE_REQUEST_ID  # the lost call is not noticed yet
         return is_our_own or failure.reason in _NOT_TAKEN or is_transport_loss(failure)
 
+    def _is_left_by_grpc(self, failure: KvatlasError) -> bool:
+        """Before the start gRPC retries; not where a connection broke in other ways, or after a message."""
+        if is_transport_loss(failure) and failure.code != "UNAVAILABLE":
+            return True
+        return self._is_queued and (is_transport_loss(failure) or failure.reason in _NOT_TAKEN)
+
     def _begin_again(self) -> None:
+        self._is_queued = False
         self._order = StreamOrder()
         for choice in self._choices.values():
             choice.begin_again()
