@@ -97,7 +97,9 @@ class Engine:
             wake_observer=wake_observer,
             clock=clock,
         )
-        self._obedience = Obedience(scheduler, runner, outputs, board.description.pool, self._watch.audit)
+        self._obedience = Obedience(
+            scheduler, runner, outputs, board.description.pool, self._watch.audit, clock
+        )
         self._traffic = traffic
         self._last_end: float | None = None  # of the step before; None: the engine was idle since
         if traffic is not None:
@@ -308,6 +310,7 @@ class Engine:
         for command in self._commands.drain():  # what came meanwhile is answered: draining
             self._obedience.obey(command, now)
         self._publish()
+        self._obedience.close()
         log_event(logger, logging.INFO, "drain_ended", handed_over=handed_over)
         self._watch.observe(self._clock())
 
@@ -323,6 +326,7 @@ class Engine:
             for command in self._commands.drain():
                 self._obedience.obey(command, now)
             self._publish()
+            self._obedience.close()
         except Exception:
             logger.exception("event=ends_lost")  # services see the connection close
 

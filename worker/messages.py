@@ -4,6 +4,7 @@ Commands travel through CommandQueue, answers through OutputQueue, both in order
 AddRequest is always ahead of that request's tokens.
 """
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -161,6 +162,17 @@ class AddAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class PageSlots:
+    """The slots of pages, not written out: that is for who sends them."""
+
+    pages: "array[int]"  # 'i', in token order
+    page_size: int
+
+    def __len__(self) -> int:
+        return len(self.pages) * self.page_size
+
+
+@dataclass(frozen=True, slots=True)
 class TableRow:
     """A row of the page table; owner 0 and no slots: not in use."""
 
@@ -169,15 +181,15 @@ class TableRow:
     request_id: str
     choice_index: int
     token_count: int
-    slots: Sequence[int]
+    slots: "PageSlots | array[int]"  # 'i'
+    step: int  # it was read before this one was scheduled
 
 
 @dataclass(frozen=True, slots=True)
 class RowsAnswer:
-    """The answer to ReadRows, all rows as of one step boundary."""
+    """The answer to ReadRows. Each row is as of one step boundary, not all as of the same one."""
 
     ticket: Ticket
-    step: int  # the copy was made before this step
     rows: Sequence[TableRow]
 
 

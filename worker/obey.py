@@ -4,12 +4,11 @@ Runs on the engine's thread between two steps. Owns nothing but the way from a c
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from worker.channels import OutputQueue
 from worker.description import PoolDescription
 from worker.execution.runner import Runner
-from worker.ids import Row
 from worker.live_audit import LiveAudit
 from worker.log import log_event, trace_id_of
 from worker.messages import (
@@ -31,21 +30,15 @@ from worker.messages import (
     Pin,
     Profile,
     ReadRows,
-    RowsAnswer,
-    TableRow,
 )
 from worker.pinning import PIN_SOURCE, PinDesk
 from worker.profiling import StepProfiler
+from worker.row_desk import RowDesk
 from worker.scheduling.output import OutputColumns
 from worker.scheduling.request import AddOutcome, AddStatus
 from worker.scheduling.scheduler import Scheduler
-from worker.stats import SequenceView
 
 logger = logging.getLogger("worker.engine")
-
-
-class BadCall(Exception):
-    """A call that cannot be meant; the text is for the caller."""
 
 
 class Obedience:
@@ -58,26 +51,35 @@ class Obedience:
         outputs: OutputQueue[LinkMessage],
         pool: PoolDescription,
         audit: LiveAudit,
+        clock: Callable[[], float],
     ) -> None:
         self._scheduler = scheduler
         self._audit = audit
-        self._runner = runner
         self._outputs = outputs
-        self._pool = pool
+        self._rows = RowDesk(scheduler, runner, outputs, pool, clock)
         self._pins = PinDesk(scheduler, outputs)
         self._profiler = StepProfiler()
 
     @property
     def next_time(self) -> float | None:
         """When something is due that no command tells."""
-        return self._profiler.next_time
+        times = [time for time in (self._profiler.next_time, self._rows.next_time) if time is not None]
+        return min(times, default=None)
 
     def take_own(self, by_source: dict[str, OutputColumns], now: float) -> None:
         """After each turn: takes out what concerns requests that no service made."""
         self._profiler.look(self._scheduler.step_number, now)
+        try:
+            self._rows.look()
+        except Exception:
+            logger.exception("event=command_failed")
         columns = by_source.pop(PIN_SOURCE, None)
         if columns is not None:
             self._pins.take(columns, now)
+
+    def close(self) -> None:
+        """The engine ends: calls that are not answered yet are told."""
+        self._rows.close()
 
     def obey(self, command: EngineCommand, now: float) -> None:
         """Does it and puts its answer out."""
@@ -91,7 +93,7 @@ class Obedience:
                 if ended:
                     log_event(logger, logging.INFO, "sequences_dropped", service=command.source, count=ended)
             case ReadRows():
-                self._answer(command, lambda: self._read_rows(command))
+                self._rows.obey(command)
             case Flush():
                 self._answer(command, lambda: self._flush(command, now))
             case Pin():
@@ -119,13 +121,9 @@ class Obedience:
             outcome = AddOutcome(AddStatus.INVALID, message="internal error")
         self._outputs.put(AddAnswer(spec.source, spec.sequence_id, spec.sample_count, outcome))
 
-    def _answer(self, command: ReadRows | Flush, work: Callable[[], LinkMessage]) -> None:
+    def _answer(self, command: Flush, work: Callable[[], LinkMessage]) -> None:
         try:
             self._outputs.put(work())
-        except BadCall as error:
-            self._outputs.put(
-                CallFailure(command.ticket, CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD, str(error))
-            )
         except Exception as error:
             logger.exception("event=command_failed")
             failure = CallFailure(
@@ -148,33 +146,6 @@ class Obedience:
             now, _matcher(command.tenant, command.salt), command.include_active, command.include_pinned
         )
         return FlushAnswer(command.ticket, outcome.num_freed, outcome.num_unindexed)
-
-    def _read_rows(self, command: ReadRows) -> RowsAnswer:
-        views = {view.row: view for view in self._scheduler.sequence_views() if view.row is not None}
-        wanted = list(command.rows) or sorted(views)
-        if any(row > self._pool.max_running for row in wanted):
-            raise BadCall(f"row {max(wanted)}, the last is {self._pool.max_running}")
-        rows = [self._row(row, views.get(Row(row))) for row in wanted]
-        if command.from_device:
-            on_device = self._runner.read_rows(wanted, [len(row.slots) for row in rows])
-            rows = [
-                TableRow(row.row, row.owner, row.request_id, row.choice_index, row.token_count, slots)
-                for row, slots in zip(rows, on_device, strict=True)
-            ]
-        return RowsAnswer(command.ticket, self._scheduler.step_number + 1, rows)
-
-    def _row(self, row: int, view: SequenceView | None) -> TableRow:
-        if row == self._pool.max_running:  # the dummy row: all its entries are the dummy page's first slot
-            dummy = self._pool.num_pages * self._pool.page_size
-            return TableRow(row, 0, "", 0, 0, [dummy] * self._pool.row_width)
-        if view is None:
-            return TableRow(row, 0, "", 0, 0, ())
-        slots = _slots(view.page_ids, self._pool.page_size)
-        return TableRow(row, view.owner, view.request_id, view.choice_index, view.token_count, slots)
-
-
-def _slots(pages: Sequence[int], page_size: int) -> list[int]:
-    return [slot for page in pages for slot in range(page * page_size, (page + 1) * page_size)]
 
 
 def _matcher(tenant: str, salt: bytes | None) -> Callable[[bytes], bool] | None:

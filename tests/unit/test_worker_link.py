@@ -30,6 +30,7 @@ from worker.messages import (
     FlushAnswer,
     LinkMessage,
     ObserverCall,
+    PageSlots,
     Pin,
     ReadRows,
     ReplayCall,
@@ -435,9 +436,12 @@ def test_rows_come_one_by_one_and_the_last_ends_the_call(bench: LinkBench) -> No
     command_id = service.send_command(worker_pb2.Command(page_table=cache_pb2.GetPageTableRequest()))
     ticket = Ticket("a#1", command_id)
     assert bench.command() == ReadRows(ticket, (), False)
-    rows = [TableRow(1, 5, "r", 2, 3, (8, 9, 10, 11)), TableRow(2, 0, "", 0, 0, ())]
-    bench.outputs.put(RowsAnswer(ticket, 7, rows))
-    bench.outputs.put(RowsAnswer(ticket, 8, rows))  # late and double: nobody waits for it
+    rows = [
+        TableRow(1, 5, "r", 2, 3, PageSlots(array("i", [2, 5]), 4), 7),
+        TableRow(2, 0, "", 0, 0, array("i"), 8),
+    ]
+    bench.outputs.put(RowsAnswer(ticket, rows))
+    bench.outputs.put(RowsAnswer(ticket, rows))  # late and double: nobody waits for it
     bench.outputs.put(FlushAnswer(ticket, 1, 2))
     service.wait(lambda: len(service.replies) == 2)
     first, last = service.replies
@@ -445,7 +449,8 @@ def test_rows_come_one_by_one_and_the_last_ends_the_call(bench: LinkBench) -> No
     table = first.page_table
     assert (table.row, table.owner, table.request_id, table.choice_index) == (1, 5, "r", 2)
     assert (table.token_count, table.step, table.rows_left) == (3, 7, 1)
-    assert array("i", table.slots).tolist() == [8, 9, 10, 11]
+    assert array("i", table.slots).tolist() == [8, 9, 10, 11, 20, 21, 22, 23]
+    assert (last.page_table.step, last.page_table.slots) == (8, b"")
     service.read(0.1)
     assert len(service.replies) == 2
 

@@ -2,6 +2,7 @@
 
 from array import array
 
+import numpy as np
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -9,7 +10,7 @@ from kvatlas.v1 import cache_pb2, server_pb2
 from kvatlas.worker.v1 import worker_pb2
 from worker.description import VERSION, ModelDescription, WorkerDescription
 from worker.link.codec import PROTOCOL
-from worker.messages import FlushAnswer, PinAnswer, PinnedPrefix, RowsAnswer
+from worker.messages import FlushAnswer, PageSlots, PinAnswer, PinnedPrefix, RowsAnswer
 from worker.stats import EngineCounts, PoolTotals
 from worker.status import StatusBoard
 
@@ -170,12 +171,20 @@ def row_replies(answer: RowsAnswer) -> list[worker_pb2.CommandReply]:
             request_id=row.request_id,
             choice_index=row.choice_index,
             token_count=row.token_count,
-            slots=array("i", row.slots).tobytes(),
-            step=answer.step,
+            slots=_written_out(row.slots),
+            step=row.step,
             rows_left=left,
         )
         replies.append(worker_pb2.CommandReply(command_id=command_id, more=left > 0, page_table=table))
     return replies
+
+
+def _written_out(slots: "PageSlots | array[int]") -> bytes:
+    """Slots as i32."""
+    if not isinstance(slots, PageSlots):
+        return slots.tobytes()
+    first = np.frombuffer(slots.pages, dtype=np.int32) * np.int32(slots.page_size)
+    return (first[:, None] + np.arange(slots.page_size, dtype=np.int32)).tobytes()
 
 
 def flush_reply(answer: FlushAnswer) -> worker_pb2.CommandReply:

@@ -23,7 +23,7 @@ and has to be committed first; otherwise there is nothing to do until a command 
 from collections.abc import Callable, Iterable
 from itertools import count
 
-from worker.ids import SequenceId
+from worker.ids import Row, SequenceId
 from worker.pages.page_cache import FlushOutcome, PageCache
 from worker.pages.snapshot import PoolSnapshot
 from worker.pages.violation import Violation
@@ -313,6 +313,14 @@ class Scheduler:
         """All live sequences, oldest first, with all their pages."""
         live = sorted(self._books.sequences.values(), key=lambda sequence: sequence.rank[1])
         return [views.view(self._books, sequence) for sequence in live]
+
+    def rows_in_use(self) -> list[Row]:
+        """Rows of running sequences, in no order."""
+        return views.rows_in_use(self._books)
+
+    def row_views(self, rows: Iterable[int]) -> dict[Row, SequenceView]:
+        """The running sequences of these rows, by row, with all their pages."""
+        return views.row_views(self._books, rows)
 
     def take_changes(self) -> views.Changes:
         """What happened to sequences since the last call."""

@@ -4,10 +4,11 @@ Reads the books, keeps nothing but what was handed over last.
 """
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
 
-from worker.ids import Owner, PageId, SequenceId
+from worker.ids import Owner, PageId, Row, SequenceId
 from worker.pages.snapshot import PoolSnapshot
 from worker.scheduling.books import Books
 from worker.scheduling.sequence import Place, Request, Sequence
@@ -63,6 +64,18 @@ def view(books: Books, sequence: Sequence, first_page: int = 0) -> SequenceView:
         spec.tenant,
         spec.labels,
     )
+
+
+def rows_in_use(books: Books) -> list[Row]:
+    """Rows of running sequences."""
+    return [sequence.row for sequence in books.by_owner.values()]
+
+
+def row_views(books: Books, rows: Iterable[int]) -> dict[Row, SequenceView]:
+    """The running sequences of these rows."""
+    wanted = set(rows)
+    running = books.by_owner.values()
+    return {sequence.row: view(books, sequence) for sequence in running if sequence.row in wanted}
 
 
 def _prefix(sequence: Sequence) -> tuple[int, int, int, int] | None:
