@@ -5,13 +5,13 @@ from array import array
 import pytest
 from google.protobuf.message import DecodeError
 
+from kvatlas.constraints.text import ConstraintText
 from kvatlas.v1 import generation_pb2
 from kvatlas.worker.v1 import worker_pb2
 from service.fleet import codec
 from service.request import (
     AbortReason,
     AddStatus,
-    Constraint,
     FinishCode,
     KvBill,
     Output,
@@ -100,12 +100,12 @@ def test_a_resumed_sample_carries_its_output_apart_from_the_prompt() -> None:
 
 @pytest.mark.parametrize("kind", ["json_schema", "regex", "grammar"])
 def test_a_constraint_reaches_the_worker(kind: str) -> None:
-    params = added(request_of(constraint=Constraint(kind, "x")), Run(1, 1)).params
+    params = added(request_of(constraint=ConstraintText(kind, "x")), Run(1, 1)).params
     assert (params.WhichOneof("constraint"), getattr(params, kind)) == (kind, "x")
 
 
 def test_a_list_of_choices_reaches_the_worker() -> None:
-    params = added(request_of(constraint=Constraint("choices", choices=("a", "b"))), Run(1, 1)).params
+    params = added(request_of(constraint=ConstraintText("choices", choices=("a", "b"))), Run(1, 1)).params
     assert list(params.choices.choices) == ["a", "b"]
 
 

@@ -13,6 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from worker.ids import SequenceId
 from worker.scheduling.audit import RowSpan
@@ -55,10 +56,12 @@ def next_token(
         token_id = model.eos_token_ids[(mixed >> 16) % len(model.eos_token_ids)]
     is_short = len(ids) - num_prompt < params.min_tokens
     forbidden = eos_token_ids | params.stop_token_ids if is_short else frozenset[int]()
-    for candidate in (*range(token_id, model.vocab_size), *range(token_id)) if forbidden or mask else ():
+    if not forbidden and mask is None:
+        return token_id
+    for candidate in chain(range(token_id, model.vocab_size), range(token_id)):
         if candidate not in forbidden and (mask is None or mask[candidate // 32] >> candidate % 32 & 1):
             return candidate
-    return None if forbidden or mask else token_id
+    return None
 
 
 def constraint_mask(
