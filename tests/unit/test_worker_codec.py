@@ -5,6 +5,8 @@ from array import array
 
 import pytest
 
+from kvatlas.constraints.text import ConstraintText
+from kvatlas.v1 import generation_pb2
 from kvatlas.worker.v1 import worker_pb2
 from worker.ids import SequenceId
 from worker.link import codec
@@ -117,7 +119,6 @@ def broken(**changes: object) -> worker_pb2.AddSequence:
         ({"prompt_token_ids": u32(99, 100)}, AddStatus.INVALID, "token id 100"),
         ({"resume_token_ids": u32(1)}, AddStatus.INVALID, "resume_token_ids"),
         ({"adapter": "x"}, AddStatus.FEATURE_DISABLED, "adapters"),
-        ({"params_regex": "a+"}, AddStatus.FEATURE_DISABLED, "regex"),
         ({"params_temperature": math.nan}, AddStatus.INVALID, "temperature"),
         ({"params_temperature": -1.0}, AddStatus.INVALID, "temperature"),
         ({"params_top_p": 1.5}, AddStatus.INVALID, "top_p"),
@@ -214,3 +215,16 @@ def test_a_failed_call_says_which_and_why() -> None:
     assert (reply.command_id, reply.code, reply.error_reason) == (9, 12, 15)
     assert not reply.more
     assert reply.WhichOneof("reply") is None
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "regex", "grammar"])
+def test_a_constraint_comes_as_its_client_wrote_it(kind: str) -> None:
+    params = worker_pb2.SequenceParams(**{kind: "a+"})
+    assert codec.constraint_text(params) == ConstraintText(kind, "a+")
+
+
+def test_choices_come_in_their_order_and_most_requests_have_no_constraint() -> None:
+    choices = generation_pb2.ChoiceConstraint(choices=["yes", "", "no"])
+    params = worker_pb2.SequenceParams(choices=choices)
+    assert codec.constraint_text(params) == ConstraintText("choices", choices=("yes", "", "no"))
+    assert codec.constraint_text(worker_pb2.SequenceParams()) is None
