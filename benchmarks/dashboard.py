@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Error, Page, sync_playwright
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
@@ -165,12 +165,12 @@ def soak(browser: Any, url: str, process: psutil.Process, seconds: float) -> dic
     process_mib: list[tuple[float, float]] = []
     tab_mib: list[tuple[float, float]] = []
     threads: list[int] = []
-    views = cycle(VIEWS)
+    views, failed = cycle(VIEWS), 0
     start, next_guest = time.monotonic(), 0.0
     while (now := time.monotonic() - start) < seconds:
         if now >= next_guest:
             next_guest = now + GUEST_SECONDS
-            _visit(browser, url + next(views))
+            failed += not _visited(browser, url + next(views))
             tab_mib.append((now, page.evaluate(LIVE_HEAP) / 2**20))
             print(f"{now:6.0f} s  {process.memory_info().rss / 2**20:.1f} MiB  tab {tab_mib[-1][1]:.1f} MiB")
         page.wait_for_timeout(SAMPLE_SECONDS * 1000)
@@ -183,18 +183,24 @@ def soak(browser: Any, url: str, process: psutil.Process, seconds: float) -> dic
         "settled_after_seconds": round(settled),
         "flat_mib_per_hour": FLAT_MIB_PER_HOUR,
         "guests": len(tab_mib),
+        "guests_failed": failed,
         "threads_max": max(threads),
         "process": _growth(process_mib, settled),
         "tab": _growth(tab_mib, settled),
     }
 
 
-def _visit(browser: Any, url: str) -> None:
-    """Another tab, for some seconds."""
+def _visited(browser: Any, url: str) -> bool:
+    """Another tab, for some seconds. False: it did not load; the next one may, when the machine is less busy."""
     guest = browser.new_page()
-    guest.goto(url, timeout=PATIENCE_MS)
-    guest.wait_for_timeout(5_000)
-    guest.close()
+    try:
+        guest.goto(url, timeout=GUEST_SECONDS * 1000)
+        guest.wait_for_timeout(5_000)
+        return True
+    except Error:
+        return False
+    finally:
+        guest.close()
 
 
 def _growth(samples: list[tuple[float, float]], settled: float) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import streamlit as st
 from dashboard import process
 from dashboard.facts import PageFacts
 from dashboard.live_pages import Follower
-from dashboard.view_parts import clock_text, query_id, sequence_name, short_id
+from dashboard.view_parts import clock_text, counted, query_id, sequence_name, short_id
 from kvatlas.client.errors import KvatlasError
 from kvatlas.client.page_map import SequencePages
 
@@ -42,7 +42,12 @@ def _page(follower: Follower, page_id: int) -> None:
     first = page_id * size
     lines = [
         " · ".join(
-            [f"**{facts.state}**", f"{facts.filled_slots}/{size} slots", f"{facts.ref_count} refs", *marks]
+            [
+                f"**{facts.state}**",
+                f"{facts.filled_slots}/{size} slots",
+                counted(facts.ref_count, "ref"),
+                *marks,
+            ]
         ),
         f"allocated {facts.age_seconds:.1f} s ago · idle {facts.idle_seconds:.1f} s",
         f"slots {first:,} … {first + size - 1:,}",
@@ -74,7 +79,7 @@ def _prefix(facts: PageFacts) -> list[str]:
     children = ", ".join(map(str, facts.child_page_ids[:6]))
     more = f" and {len(facts.child_page_ids) - 6} more" if len(facts.child_page_ids) > 6 else ""
     then = f" · then {children}{more}" if children else ""
-    return [f"prefix: {parent}{then} · {facts.hit_count} hits"]
+    return [f"prefix: {parent}{then} · {counted(facts.hit_count, 'hit')}"]
 
 
 def _events(facts: PageFacts) -> None:

@@ -17,6 +17,7 @@ TAB_SECONDS = 6.0  # a tab that has not been heard of for this long is closed
 SECONDS_PER_TAB = 0.24  # so that fragments together stay below half a core
 ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 NOTHING = "n/a"
+GRAFANA_MS = 300_000  # before and after a moment
 LONGEST_ID, ID_END = 16, 8  # characters of an id that is shown whole; of a longer one
 HELP = {
     "Available": "free pages and those that may be evicted, of all that can be used",
@@ -170,6 +171,11 @@ def share(part: float, whole: float, digits: int = 0) -> str:
     return f"{100 * part / whole:.{digits}f}%" if whole else NOTHING
 
 
+def counted(number: int, what: str) -> str:
+    """`1 hit`, `2 hits`."""
+    return f"{number:,} {what}" + "s" * (number != 1)
+
+
 def sequence_name(owner: int, request_id: str, choice_index: int = 0) -> str:
     """How a sequence is called on the screen: by its owner number, and by its request where that is known."""
     name = f"#{owner}" + (f"/{choice_index}" if choice_index else "")
@@ -182,10 +188,17 @@ def short_id(request_id: str) -> str:
 
 
 def grafana_link(dashboard: str = "pages") -> None:
-    """A link to Grafana, where the config says that there is one."""
+    """A link to Grafana, where the config says that there is one; around the moment that is shown."""
     url = process.config().grafana_url.rstrip("/")
     if url:
-        st.markdown(f"[Grafana]({url}/d/kvatlas-{dashboard})")
+        st.markdown(f"[Grafana]({url}/d/kvatlas-{dashboard}?{_grafana_range()})")
+
+
+def _grafana_range() -> str:
+    text = st.query_params.get("t", "")
+    if not text.isdigit():
+        return "from=now-15m&to=now"
+    return f"from={max(0, int(text) - GRAFANA_MS)}&to={int(text) + GRAFANA_MS}"
 
 
 def theme_kind() -> str:

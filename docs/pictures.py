@@ -21,16 +21,28 @@ GROUNDS = ("dark", "light")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 COLOURS = 256  # of a picture: flat surfaces need no more, and the files are a third of the size
 LOAD_MS = 60_000
+TRIES = 5
 
 
 def pick_page(page: Page) -> None:
-    """An ACTIVE page of a sequence with several pages."""
+    """An ACTIVE page of a sequence with several pages; its request may end meanwhile, then another."""
+    for _ in range(TRIES):
+        _pick_active_page(page)
+        if page.get_by_text("used by").count() and page.locator("[data-testid=stDataFrame]").count():
+            return
+
+
+def _pick_active_page(page: Page) -> None:
     node = page.locator(".kvatlas").first
+    node.wait_for(timeout=LOAD_MS)
+    page.wait_for_function(
+        "(node) => node.getRootNode().kvatlasMap.planes?.isWhole", arg=node.element_handle(), timeout=LOAD_MS
+    )
     place = node.evaluate(
         """(node) => {
           const map = node.getRootNode().kvatlasMap, { planes, grid } = map;
           const wanted = [...Array(planes.count).keys()].filter((page) => planes.state[page] === 2);
-          const page = wanted[Math.floor(wanted.length / 2)] ?? 0;
+          const page = wanted[Math.floor(Math.random() * wanted.length)] ?? 0;
           const [x, y] = grid.corner(page), half = grid.cell / 2;
           return [(x + half) / devicePixelRatio, (y + half) / devicePixelRatio];
         }"""
@@ -72,10 +84,13 @@ VIEWS: dict[str, Callable[[Page], None]] = {
 def take(browser: Any, url: str, view: str, size: str, ground: str) -> Path:
     """One picture."""
     width, height = SIZES[size]
-    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=ground)
+    context = browser.new_context(
+        viewport={"width": width, "height": height}, color_scheme=ground, reduced_motion="reduce"
+    )
     page = context.new_page()
-    page.goto(url + ("" if view == "page_map" else view))
+    page.goto(url + ("" if view == "page_map" else view), timeout=LOAD_MS)
     page.get_by_test_id("stMainBlockContainer").wait_for(timeout=LOAD_MS)
+    page.get_by_test_id("stSkeleton").first.wait_for(state="detached", timeout=LOAD_MS)
     page.wait_for_timeout(4000)
     VIEWS[view](page)
     page.mouse.move(0, 0)

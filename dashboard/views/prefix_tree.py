@@ -9,7 +9,7 @@ from dashboard import process
 from dashboard.components import mount
 from dashboard.live_pages import Follower
 from dashboard.tree import MAX_GHOSTS, PLANES, Node, Tree, build_tree
-from dashboard.view_parts import choose_follower, keep_looks, kept, needs_map, period
+from dashboard.view_parts import choose_follower, counted, keep_looks, kept, needs_map, period
 
 PERIOD_SECONDS = 5.0
 LOOKS = {"shade": ("last use", "hits", "refs")}
@@ -70,7 +70,7 @@ def drawn(node: Node) -> dict[str, Any]:
     elif node.is_ghost:
         label = f"ghost {node.pages}"
     else:
-        label = f"{node.pages} page{'s' * (node.pages != 1)} · {node.hits} hits"
+        label = f"{counted(node.pages, 'page')} · {counted(node.hits, 'hit')}"
     return {
         "id": node.id,
         "parent": node.parent,
