@@ -191,7 +191,7 @@ def soak(browser: Any, url: str, process: psutil.Process, seconds: float) -> dic
 
 
 def _visited(browser: Any, url: str) -> bool:
-    """Another tab, for some seconds. False: it did not load; the next one may, when the machine is less busy."""
+    """Another tab, for some seconds. False: it did not load; the next one may."""
     guest = browser.new_page()
     try:
         guest.goto(url, timeout=GUEST_SECONDS * 1000)
