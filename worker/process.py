@@ -218,7 +218,7 @@ class WorkerProcess:
         self._operators = OperatorDesk(
             Path(self.config.profiles),
             self.config.worker_id,
-            uses_torch=self.config.runner == "torch",
+            uses_torch=self.config.runner == "torch" and self.config.device == "cuda",
             to_engine=self.commands.put,
             answers=self.outputs,
             clock=self._clock,

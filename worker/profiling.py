@@ -1,11 +1,15 @@
-"""Profiles of engine steps: torch's profiler where the device is torch's, Python's own elsewhere.
+"""Profiles of engine steps: torch's profiler on a GPU, Python's own elsewhere.
 
 Runs on the engine's thread between steps; what was recorded is written on another. Owns the one profile that
 runs. Knows no files and no wire.
 """
 
 import cProfile
+import gzip
+import json
 import logging
+import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +17,8 @@ from typing import Any
 
 from worker.log import log_event
 from worker.messages import EndProfile, Profile, Recorded
+
+MAX_PAUSE_SECONDS = 0.2  # of all threads, when a part ends
 
 logger = logging.getLogger("worker.profile")
 
@@ -39,35 +45,68 @@ class PythonProfile:
 
 
 class TorchProfile:
-    """Operators, kernels and, without a GPU, Python's calls, as a Chrome trace with a mark at each step."""
+    """Operators and kernels as a Chrome trace with a mark at each step.
+
+    Torch puts a recording's events in order while no other thread of the process runs, and a worker that is
+    silent for two seconds is lost. So it is recorded in parts, as long as can be ended in time, and joined.
+    """
 
     suffix = ".json.gz"
 
     def __init__(self) -> None:
+        self._parts: list[Any] = []
+        self._num_steps = 0
+        self._part_steps = self._steps_left = 1
+        self._begin_part()
+
+    def step(self) -> None:
+        """Begins the next mark, in the next part where this one is long enough."""
+        self._num_steps += 1
+        self._steps_left -= 1
+        if self._steps_left:
+            self._parts[-1].step()
+        else:
+            self._end_part()
+            self._begin_part()
+
+    def stop(self) -> None:
+        """Ends it."""
+        self._end_part()
+
+    def save(self, path: Path) -> None:
+        """A gzipped JSON file for chrome://tracing or Perfetto."""
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder, gzip.open(path, "wt") as file:
+            for number, part in enumerate(self._parts):
+                part_path = Path(folder) / "part.json"
+                part.export_chrome_trace(str(part_path))
+                trace = json.loads(part_path.read_text())
+                events = ",\n".join(map(json.dumps, trace.pop("traceEvents")))
+                # Times are relative to a base that is the same for all parts of a process.
+                file.write(json.dumps(trace)[:-1] + ', "traceEvents": [\n' if not number else ",\n")
+                file.write(events)
+            file.write("\n]}\n")
+
+    def _begin_part(self) -> None:
         import torch
         from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        self._profile: Any = profile(
-            activities=activities,
-            schedule=lambda _: ProfilerAction.RECORD,
-            with_stack=len(activities) == 1,
-        )
-        self._profile.start()
+        part: Any = profile(activities=activities, schedule=lambda _: ProfilerAction.RECORD)
+        part.step_num = self._num_steps  # marks are counted over all parts
+        part.start()
+        self._parts.append(part)
+        self._steps_left = self._part_steps
 
-    def step(self) -> None:
-        """Begins the next mark."""
-        self._profile.step()
-
-    def stop(self) -> None:
-        """Ends it and puts the events in order."""
-        self._profile.stop()
-
-    def save(self, path: Path) -> None:
-        """A gzipped JSON file for chrome://tracing or Perfetto."""
-        self._profile.export_chrome_trace(str(path))
+    def _end_part(self) -> None:
+        began = time.monotonic()
+        self._parts[-1].stop()
+        seconds = time.monotonic() - began
+        if seconds < MAX_PAUSE_SECONDS / 4:
+            self._part_steps *= 2
+        elif seconds > MAX_PAUSE_SECONDS:
+            self._part_steps = max(1, self._part_steps // 2)
 
 
 @dataclass(slots=True)
@@ -113,11 +152,11 @@ class StepProfiler:
         running = self._running
         if running is None:
             return
-        if step_number > running.seen_step:
-            running.seen_step = step_number
-            self._guarded(running.recorded.step)
+        has_stepped, running.seen_step = step_number > running.seen_step, step_number
         if step_number - running.first_step >= running.command.steps or now >= running.command.deadline:
             self._finish(running)
+        elif has_stepped:
+            self._guarded(running.recorded.step)
 
     def _finish(self, running: _Running) -> None:
         self._running = None

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
 
+from service.fleet.codec import Beat
 from service.fleet.link import WorkerLink
 from service.fleet.resume import Attempts
 from service.fleet.workers import WorkerPool
@@ -70,6 +71,7 @@ class Placement:
         self._drained: set[tuple[str, int]] = set()  # lives of workers that handed samples over
         self._refusers: set[str] = set()  # addresses that took none of this attempt's runs
         self._timer: asyncio.TimerHandle | None = None
+        self._stale_beats: list[Beat | None] = []  # from before it was in a queue
 
     # What is where
 
@@ -95,10 +97,15 @@ class Placement:
         """Samples that no worker computes now."""
         return [choice for choice in self._choices if self._links[choice.index] is None]
 
+    def queued(self) -> None:
+        """A worker has taken it into its queue: heartbeats up to now do not count it yet."""
+        self._stale_beats = [link.beat for link in self._links if link is not None]
+
     def waiting_ahead(self) -> list[int]:
-        """Requests that wait on each worker beside this one, at its last heartbeat."""
+        """Requests that wait on each worker beside this one, where a heartbeat after `queued` says so."""
         beats = [link.beat for link in self._links if link is not None and link.beat is not None]
-        return [max(0, beat.waiting_requests - 1) for beat in beats]
+        new = [beat for beat in beats if not any(beat is stale for stale in self._stale_beats)]
+        return [max(0, beat.waiting_requests - 1) for beat in new]
 
     def _is_lost(self, choice: Choice) -> bool:
         link = self._links[choice.index]

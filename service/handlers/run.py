@@ -197,6 +197,7 @@ class GenerationRun:
             return  # of a run that was lost since
         if outcome.status == AddStatus.ACCEPTED:
             self.outcome = self.outcome or outcome
+            placement.queued()
         elif self.is_cancelled:
             placement.end_as_aborted(placement.lost())
         elif placement.is_first_attempt:

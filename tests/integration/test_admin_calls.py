@@ -211,6 +211,13 @@ def test_a_profile_is_of_so_many_steps_and_the_last_four_are_kept(desk: Desk) ->
         done = capture(ask(steps=2))
         assert done.steps == 2
         names.append(done.file_name)
+    stub = server_pb2_grpc.AdminServiceStub(desk.admin)
+    pending = stub.CaptureProfile.future(ask(steps=1000), timeout=SECONDS, metadata=desk.root.metadata)
+    log = desk.worker.log_path
+    wait_for(lambda: log.read_text().count("event=profile_began") == 7, "the profile", [desk.worker])
+    assert told(lambda: capture(ask(steps=1))).reason == "PROFILE_RUNNING"
+    pending.cancel()
+    wait_for(lambda: log.read_text().count("event=profile_ended") == 7, "its end", [desk.worker])
     holder.cancel()
     assert told(lambda: desk.root.GetProfile(server_pb2.GetProfileRequest(file_name=names[0]))).reason == "PROFILE_NOT_FOUND"  # fmt: skip # noqa: E501
     pieces = list(desk.root.GetProfile(server_pb2.GetProfileRequest()))

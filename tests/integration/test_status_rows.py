@@ -123,9 +123,11 @@ class Stack:
             for call in calls:
                 while next(call).WhichOneof("event") != "started":
                     pass
-            for _ in range(queued):
-                calls.append(self.root.stream(spec_of("waits"), queue_updates=True))
-                assert next(calls[-1]).WhichOneof("event") == "queued"
+            # The worker looks at what has come between two slow steps: all of them at once.
+            waiting = [self.root.stream(spec_of("waits"), queue_updates=True) for _ in range(queued)]
+            calls += waiting
+            positions = [next(call).queued.position for call in waiting]
+            assert sorted(positions) == list(range(queued)), "each is told its own place"
             yield calls
         finally:
             for call in calls:

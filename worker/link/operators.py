@@ -122,8 +122,9 @@ class OperatorDesk:
         deadline = self._clock() + seconds - min(seconds / 2, 5.0)
 
         def on_end(recorded: Recorded | None, num_steps: int, why: str) -> None:
-            if self._profiling == ticket:
-                self._profiling = None
+            if self._profiling != ticket:
+                return  # nobody waits for it any more
+            self._profiling = None
             if recorded is None:
                 self._fail(ticket, CallError.INTERNAL, CallReason.INTERNAL, f"the profiler failed: {why}")
             elif not num_steps:

@@ -1,0 +1,82 @@
+"""Profiles of steps: a trace in parts is one trace, and what fails in a profiler never reaches the engine."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from worker import profiling
+from worker.messages import EndProfile, Profile, Recorded, Ticket
+from worker.profiling import StepProfiler, TorchProfile
+
+
+class Ends:
+    """Whoever asked."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Recorded | None, int, str]] = []
+
+    def __call__(self, recorded: Recorded | None, num_steps: int, why: str) -> None:
+        self.told.append((recorded, num_steps, why))
+
+
+def profile_of(ends: Ends, *, steps: int = 3, uses_torch: bool = False, number: int = 1) -> Profile:
+    return Profile(Ticket("service#1", number), steps, 100.0, uses_torch, ends)
+
+
+def test_a_torch_trace_has_every_step_once_and_in_order(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    recorded = TorchProfile()
+    for _ in range(12):
+        torch.ones(4, 4).sum()
+        recorded.step()
+    recorded.stop()
+    assert len(recorded._parts) > 1
+    recorded.save(tmp_path / "trace.json.gz")
+    with gzip.open(tmp_path / "trace.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    marks = [event for event in events if str(event.get("name", "")).startswith("ProfilerStep#")]
+    assert [mark["name"] for mark in marks][:12] == [f"ProfilerStep#{number}" for number in range(12)]
+    assert [mark["ts"] for mark in marks] == sorted(mark["ts"] for mark in marks)
+    assert sum(event.get("name") == "aten::ones" for event in events) == 12
+    assert list(tmp_path.iterdir()) == [tmp_path / "trace.json.gz"], "nothing else is left"
+
+
+def test_a_profile_ends_after_its_steps_at_its_deadline_or_when_nobody_waits() -> None:
+    profiler, steps, deadline, left = StepProfiler(), Ends(), Ends(), Ends()
+    profiler.begin(profile_of(steps), 10)
+    for number in (10, 11, 12):
+        profiler.look(number, 0.0)
+        assert not steps.told
+    profiler.look(13, 0.0)
+    assert [count for _, count, _ in steps.told] == [3]
+    profiler.begin(profile_of(deadline), 13)
+    assert profiler.next_time == 100.0
+    profiler.look(14, 99.0)
+    profiler.look(14, 100.0)
+    assert [count for _, count, _ in deadline.told] == [1]
+    profiler.begin(profile_of(left, number=7), 14)
+    profiler.end(EndProfile(Ticket("service#1", 8)))
+    assert not left.told, "another one's"
+    profiler.end(EndProfile(Ticket("service#1", 7)))
+    assert len(left.told) == 1
+    assert profiler.next_time is None
+
+
+def test_what_fails_in_a_profiler_is_told_to_who_asked_and_to_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Broken(profiling.PythonProfile):
+        def stop(self) -> None:
+            super().stop()
+            raise RuntimeError("broken")
+
+    profiler, second, ends = StepProfiler(), Ends(), Ends()
+    monkeypatch.setattr(profiling, "PythonProfile", Broken)
+    profiler.begin(profile_of(ends), 0)
+    profiler.begin(profile_of(second), 0)
+    assert second.told == [(None, 0, "a profile is being captured already")]
+    profiler.look(3, 0.0)
+    assert [(recorded, why) for recorded, _, why in ends.told] == [(None, "stop failed")]
+    profiler.look(4, 0.0)
