@@ -19,6 +19,9 @@ from service.request import Call, current_call
 
 log = logging.getLogger("service.access")
 _QUIET = ("/grpc.health.", "/grpc.reflection.")
+_POLLED = frozenset({"/kvatlas.v1.ServerService/GetServerInfo", "/kvatlas.v1.ServerService/GetLoad"})
+"""Asked again and again by dashboards and routers: only a failure is worth a line."""
+
 _CODE_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
@@ -88,7 +91,8 @@ class Telemetry(Interceptor):
         seconds = time.monotonic() - call.received
         self._count(series, code, seconds)
         if self._access_log and not call.method.startswith(_QUIET):
-            log.info(
+            log.log(
+                logging.DEBUG if code == "OK" and call.method in _POLLED else logging.INFO,
                 "event=call method=%s code=%s request=%s principal=%s seconds=%.3f attempt=%d",
                 call.method,
                 code,

@@ -442,3 +442,20 @@ def test_the_service_needs_no_torch_and_starts_no_process_by_fork() -> None:
         command, env=environment, capture_output=True, text=True, check=True, timeout=CALL_SECONDS
     )
     assert output.stdout.strip() == "[]"
+
+
+def test_what_is_asked_again_and_again_leaves_a_line_only_when_it_fails(
+    running: RunningService, channel: grpc.Channel, caplog: pytest.LogCaptureFixture, wait_until: Any
+) -> None:
+    server: Any = server_pb2_grpc.ServerServiceStub(channel)
+    with caplog.at_level(logging.INFO, logger="service.access"):
+        server.GetLoad(server_pb2.GetLoadRequest(), timeout=20)
+        server.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=20)
+        raw = channel.unary_unary(
+            "/kvatlas.v1.ServerService/GetLoad", request_serializer=bytes, response_deserializer=bytes
+        )
+        with pytest.raises(grpc.RpcError):
+            raw(b"\xff", timeout=20)
+        wait_until(lambda: "code=INVALID_ARGUMENT" in caplog.text, "the failure's line")
+    lines = [record.getMessage() for record in caplog.records if record.name == "service.access"]
+    assert len(lines) == 1, lines
