@@ -20,7 +20,7 @@ def test_streams_survive_both_workers_and_then_a_service() -> None:
         kinds=(Kind.KILL_BOTH, Kind.KILL_SERVICE),
         max_disturbances=2,
         max_pause_seconds=0.2,
-        worker_settings={"fake-step-ms": 8},
+        worker_settings={"fake-step-ms": 4},
     )
     outcome = asyncio.run(run(asked))
     assert outcome.faults() == [], told(outcome)

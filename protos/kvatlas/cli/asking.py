@@ -98,15 +98,20 @@ def _biases(pairs: Sequence[str]) -> dict[int, float]:
     return biases
 
 
-def describe(summary: Summary) -> list[str]:
-    """What it took, in two or three lines."""
+def describe(summary: Summary, client_resumes: int = 0) -> list[str]:
+    """What it took, in two lines; a third where the service died meanwhile."""
     usage, timing = summary.usage, summary.timing
-    return [
+    lines = [
         f"prompt {usage.prompt_tokens} tokens{_cached(usage)} · answer {usage.completion_tokens} tokens"
         f"{_speed(usage, timing)}",
         f"pages: {usage.kv.peak_pages} at most, {usage.kv.reused_pages} from the cache"
         f"{_copies(usage)}{_bill(usage)}{_trouble(usage)}",
     ]
+    if client_resumes:
+        lines.append(
+            f"the service was lost: another, or the same one again, went on ({client_resumes} times)"
+        )
+    return lines
 
 
 def _cached(usage: Usage) -> str:

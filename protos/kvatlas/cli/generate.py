@@ -29,7 +29,7 @@ def run(settings: Namespace) -> int:
             return DONE
         summary = _print_one(stream) if (settings.samples or 1) == 1 else _print_many(stream)
     if not settings.quiet:
-        print("\n".join(describe(summary)), file=sys.stderr)
+        print("\n".join(describe(summary, stream.resumes)), file=sys.stderr)
     return DONE
 
 
