@@ -46,7 +46,7 @@ down:  ## ends them in order; what they have kept stays
 	@$(COMPOSE) down
 
 test: $(DEV)  ## what needs neither a GPU nor patience
-	@$(TEST_ENV) $(PYTHON) -m pytest -q -n $(JOBS) -m "not gpu and not slow" $(PYTEST_ARGS)
+	@$(TEST_ENV) $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal -m "not gpu and not slow" $(PYTEST_ARGS)
 
 test-all: $(DEV)  ## all that this machine can run
 	@$(TEST_ENV) $(PYTHON) -m pytest -q $(PYTEST_ARGS)
