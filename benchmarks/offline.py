@@ -58,7 +58,7 @@ class Engine:
 
     def run(self, workload: Workload, constraint: Constraint | None = None) -> Tally:
         """Answers everything, within a constraint if there is one; every run has an empty prefix cache."""
-        scheduler = self._scheduler()
+        scheduler = self.scheduler()
         for prompt, count in zip(workload.prompts, workload.output_tokens, strict=True):
             params = SamplingParams(
                 temperature=0.6,
@@ -105,7 +105,8 @@ class Engine:
             if not in_flight and not scheduler.has_work(time.monotonic()):
                 return
 
-    def _scheduler(self) -> Scheduler:
+    def scheduler(self) -> Scheduler:
+        """A fresh one, with an empty prefix cache."""
         config = self.config
         return Scheduler(
             SchedulerConfig(

@@ -1,0 +1,35 @@
+"""What looking costs is measured on and off in one run, on any device, and written down."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import observation
+from benchmarks.observation_parts import table_rows
+from worker.row_desk import BOOK_ROWS, DEVICE_ROWS
+
+
+def test_a_workload_runs_on_and_off_in_turns_and_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--device", "cpu", "--model", "random:tiny", "--workload", "b1", "--rounds", "2"]
+    monkeypatch.setattr(
+        sys, "argv", ["observation", *arguments, "--num-pages", "100", "--results", str(tmp_path)]
+    )
+    observation.main()
+    (file,) = tmp_path.glob("*-observation-b1.json")
+    found = json.loads(file.read_text())["figures"]["b1"]
+    assert (found["workload"], found["model"], found["rounds"]) == ("b1", "random:tiny", 2)
+    assert found["tokens_per_second_off"] > 0
+    assert found["tokens_per_second_on"] > 0
+    assert len(found["cost_of_each_round"]) == 2
+    assert found["engine_look_share"] > 0, "nobody looked"
+    assert found["observer_cpu_share"] > 0, "nobody observed"
+
+
+def test_rows_of_the_page_table_take_many_short_turns() -> None:
+    found = table_rows(sequences=20, context=200, pages=2000)
+    assert found["books_turns"] == -(-20 // BOOK_ROWS)
+    assert found["device_turns"] == -(-20 // DEVICE_ROWS) + 1  # one more to take the last copy in
