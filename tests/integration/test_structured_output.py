@@ -5,6 +5,7 @@ import re
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,6 +18,7 @@ from kvatlas.v1 import generation_pb2_grpc, server_pb2, server_pb2_grpc
 from service.testing import Refusal
 from service.testing_fleet import Fleet, running_fleet, wait_for
 
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "structured-output.md"
 CALL_SECONDS = 600.0  # ends a call that hangs
 POINT = json.dumps(
     {
@@ -180,6 +182,19 @@ def test_an_output_goes_on_within_its_constraint_when_its_worker_is_killed(
             call.cancel()
     assert re.fullmatch(constraint, text)
     assert (text, was_killed, resumes) == (expected, True, 1)
+
+
+def test_the_examples_of_the_document_run(fleet: Fleet) -> None:
+    text = DOCUMENT.read_text().replace("127.0.0.1:50051", fleet.running.address)
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(block, names)
+    assert names["chat"].tools_json
+    (choice,) = answer(fleet, spec_of(grammar=names["grammar"], max_tokens=300)).choices
+    name, arguments = json.loads(
+        choice.text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+    ).values()
+    assert (name, list(arguments)) == ("rain", ["city"])
 
 
 # Schemas, on the real model.

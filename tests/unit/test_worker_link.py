@@ -237,6 +237,17 @@ def test_every_request_gets_exactly_one_answer(bench: LinkBench, state: WorkerSt
     assert {first: result.status for first, result in service.results.items()} == expected
 
 
+def test_a_constraint_is_refused_where_nothing_compiles_it(bench: LinkBench) -> None:
+    """H8: the library is missing, so there is no desk."""
+    service = bench.service()
+    service.hello()
+    params = worker_pb2.SequenceParams(top_p=1.0, repetition_penalty=1.0, max_tokens=2, regex="a+")
+    first = service.add([1, 2], params=params)
+    service.wait(lambda: service.results)
+    result = service.results[first]
+    assert (result.status, result.message) == (AddStatus.FEATURE_DISABLED, "constraints")
+
+
 def test_aborts_name_the_workers_own_ids(bench: LinkBench) -> None:
     service = bench.service()
     service.hello()
