@@ -72,6 +72,7 @@ ADMIN_SERVICES = (
     "grpc.channelz.v1.Channelz",
 )
 ABORT_SECONDS = 1.0  # for handlers to end with a status of their own once they must
+ADMIN_SECONDS = 1.0  # for the answer to who asked for the drain
 STOP_SECONDS = 2.0  # for their `finally` after that
 HEALTH_SECONDS = 0.5
 
@@ -200,9 +201,10 @@ class Service:
             return False
         backstage.drain.begin_end()
         await self._end_rest()
-        for server in (self._server, self._admin):
-            if server is not None:
-                await server.stop(0)
+        if self._server is not None:
+            await self._server.stop(0)
+        if self._admin is not None:
+            await self._admin.stop(ADMIN_SECONDS)
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_SECONDS):
                 await backstage.live.wait_until_empty()

@@ -4,6 +4,7 @@ Requests are held by the scripted worker until the drain was seen; a grace that 
 longer than any test.
 """
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -249,3 +250,14 @@ def test_a_second_signal_aborts_the_rest(process: Process) -> None:
         list(call)
     assert (Refusal.of(raised.value).code, Refusal.of(raised.value).reason) == ("UNAVAILABLE", "DRAINING")
     assert process.process.wait(CALL_SECONDS) == 0
+
+
+def test_an_idle_service_answers_the_operator_before_it_ends(tmp_path: Path) -> None:
+    with (
+        running_service(tmp_path, drain_listen=0.0, admin_address="127.0.0.1:0") as running,
+        grpc.insecure_channel(f"127.0.0.1:{running.service.admin_port}") as channel,
+    ):
+        end = asyncio.run_coroutine_threadsafe(running.service.serve(), loop_thread().loop)
+        admin: Any = server_pb2_grpc.AdminServiceStub(channel)
+        assert admin.StartDrain(server_pb2.StartDrainRequest(), timeout=CALL_SECONDS).running_requests == 0
+        end.result(CALL_SECONDS)
