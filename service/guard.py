@@ -6,17 +6,19 @@ text of Python's. What `checks` refuse (credentials, scopes) is refused before t
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
 
 from service import errors
+from service.admission import Admission
 from service.errors import Failure
 from service.interceptor import Behaviour, Interceptor, rewrapped
 from service.request import Call, current_call
 
 log = logging.getLogger("service.guard")
+MAX_UNASKED = 1024  # health and reflection calls at once, of everyone who can connect
 _PASSED = ("/grpc.health.", "/grpc.reflection.")
 
 Check = Callable[[Call, Any], None]
@@ -38,17 +40,33 @@ class Guard(Interceptor):
         self._default_deadline = default_deadline
         self._max_deadline = max_deadline
         self._checks = checks
+        self._unasked = Admission(MAX_UNASKED)
 
     def wrap(self, method: str, handler: Any) -> Any:
-        """Guards every handler but health and reflection."""
+        """Guards every handler; health and reflection ask nobody who he is, so they are bounded instead."""
         if method.startswith(_PASSED):
-            return handler
+            return rewrapped(handler, self._answer_anyone, _forgiving(handler.request_deserializer))
         is_watch = method.rpartition("/")[2].startswith("Watch")
 
         async def around(inner: Behaviour, request: Any, context: Any) -> Any:
             return await self._call(inner, request, context, is_watch=is_watch)
 
         return rewrapped(handler, around, _forgiving(handler.request_deserializer))
+
+    async def _answer_anyone(self, inner: Behaviour, request: Any, context: Any) -> Any:
+        permit = self._unasked.enter()
+        try:
+            if permit is None:
+                raise errors.watch_limit(MAX_UNASKED)
+            if request is _MALFORMED:
+                raise errors.malformed_message()
+            is_stream = hasattr(request, "__aiter__")
+            return await inner(_well_formed(request) if is_stream else request, context)
+        except Failure as failure:
+            await context.abort_with_status(failure.to_status(""))
+        finally:
+            if permit is not None:
+                permit.release()
 
     async def _call(self, inner: Behaviour, request: Any, context: Any, *, is_watch: bool) -> Any:
         call = current_call.get()
@@ -104,6 +122,13 @@ def _is_own_cancel() -> bool:
 def _bug(call: Call, error: BaseException) -> Failure:
     log.error("event=bug method=%s request=%s", call.method, call.request_id, exc_info=error)
     return errors.internal()
+
+
+async def _well_formed(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        if request is _MALFORMED:
+            raise errors.malformed_message()
+        yield request
 
 
 def _forgiving(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
