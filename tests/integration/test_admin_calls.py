@@ -208,8 +208,8 @@ def test_a_profile_is_of_so_many_steps_and_the_last_four_are_kept(desk: Desk) ->
     next(holder)
     names = []
     for _ in range(5):
-        done = capture(ask(steps=2))
-        assert done.steps == 2
+        done = capture(ask(steps=1))
+        assert done.steps == 1
         names.append(done.file_name)
     stub = server_pb2_grpc.AdminServiceStub(desk.admin)
     pending = stub.CaptureProfile.future(ask(steps=1000), timeout=SECONDS, metadata=desk.root.metadata)

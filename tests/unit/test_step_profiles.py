@@ -25,6 +25,29 @@ def profile_of(ends: Ends, *, steps: int = 3, uses_torch: bool = False, number: 
     return Profile(Ticket("service#1", number), steps, 100.0, uses_torch, ends)
 
 
+class Part:
+    """What torch's profiler has of two steps."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def export_chrome_trace(self, path: str) -> None:
+        events = [{"name": f"ProfilerStep#{self.first + at}", "ts": self.first + at} for at in range(2)]
+        Path(path).write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
+
+
+def test_parts_are_joined_into_one_trace(tmp_path: Path) -> None:
+    recorded = TorchProfile.__new__(TorchProfile)
+    recorded._parts = [Part(0), Part(2), Part(4)]
+    recorded.save(tmp_path / "trace.json.gz")
+    with gzip.open(tmp_path / "trace.json.gz") as file:
+        trace = json.load(file)
+    assert trace["schemaVersion"] == 1
+    assert [event["name"] for event in trace["traceEvents"]] == [f"ProfilerStep#{at}" for at in range(6)]
+    assert list(tmp_path.iterdir()) == [tmp_path / "trace.json.gz"], "nothing else is left"
+
+
+@pytest.mark.slow
 def test_a_torch_trace_has_every_step_once_and_in_order(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     recorded = TorchProfile()
