@@ -28,6 +28,7 @@ HEARTBEAT_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
 TICK_SECONDS = 0.25
 MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 2.0
+HELLO_SECONDS = 5.0  # until an unanswered Hello is said again: it may have been lost with its connection
 SEND_QUEUE = 10_000  # messages; a full queue is a lost worker, never a wait
 CONNECT_MS, HANDSHAKE_MS = 2_000, 5_000  # of one try: after a partition TCP alone would wait a minute longer
 
@@ -133,6 +134,9 @@ class WorkerLink:
         engine.connect(self.address)
         engine.send(self._hello, zmq.NOBLOCK)
         self._engine.drain_soon()
+        self._timer = self._loop.call_later(
+            HELLO_SECONDS, self._lose, LostReason.PARTITION, "no answer to Hello"
+        )
 
     def close(self) -> None:
         """Says goodbye and frees the sockets. Idempotent."""

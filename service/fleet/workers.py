@@ -194,21 +194,23 @@ class WorkerPool:
         facts = link.facts
         assert facts is not None, "a welcome has facts"
         self._refused.pop(link.address, None)
-        twin = self._twin_of(link)
+        for same in [one for one in self.known if one is not link and _is_same_life(one, link)]:
+            # Two links under our one name would take this worker's session from each other for ever.
+            first, second = sorted((link, same), key=list(self._links.values()).index)
+            self._refused[second.address] = f"{first.address} is the same worker"
+            self._loop.call_soon(self._retire, second)
+        if link.address in self._refused:
+            return
+        namesakes = (one for one in self.known if one.is_up and one.worker_id == link.worker_id)
+        twin = next((one for one in namesakes if one is not link), None)
         fault = self._accept(facts) if twin is None else f"{twin.address} has the same worker_id"
         if fault is not None:
             self._refused[link.address] = fault
             log.error("event=worker_refused worker=%s why=%r", link.worker_id, fault)
-        if twin is not None and twin.facts is not None and twin.facts.epoch == facts.epoch:
-            # One and the same: two links under our one name would take its session from each other for ever.
-            self._loop.call_soon(self._retire, link)
-
-    def _twin_of(self, link: WorkerLink) -> WorkerLink | None:
-        """Another worker that is there under the same name: requests could not tell them apart."""
-        others = (other for other in self.known if other is not link and other.is_up)
-        return next((other for other in others if other.worker_id == link.worker_id), None)
 
     def _retire(self, link: WorkerLink) -> None:
+        why = self._refused[link.address]
+        log.error("event=address_given_up worker=%s address=%s why=%r", link.worker_id, link.address, why)
         link.retire()
         for listener in self._listeners:
             listener.link_removed(link)
@@ -235,6 +237,12 @@ class WorkerPool:
     def _notify(self) -> None:
         for wake in list(self._watchers):
             wake()
+
+
+def _is_same_life(one: WorkerLink, other: WorkerLink) -> bool:
+    """Whether both lead to one process, by what it has said of itself."""
+    a, b = one.facts, other.facts
+    return a is not None and b is not None and (a.worker_id, a.epoch) == (b.worker_id, b.epoch)
 
 
 def _candidate(link: WorkerLink) -> Candidate:
