@@ -215,7 +215,7 @@ async def _disturb(
 async def _do(stack: ChaosStack, what: Disturbance) -> dict[str, int]:
     """Does it and takes it back; lives of workers that must be over when all has healed."""
     worker, service = stack.workers[what.target], stack.services[what.target]
-    known = await stack.epochs(0) | await stack.epochs(1)
+    known = await stack.known_epochs()
     old = {worker.name: known.get(worker.name, 0)}
     match what.kind:
         case Kind.KILL_WORKER:

@@ -27,6 +27,7 @@ from kvatlas.seam_keys import write_pair
 from kvatlas.v1 import server_pb2
 
 ROOT = Path(__file__).resolve().parents[1]
+NUM_SERVICES = 2
 READY_SECONDS = 180.0
 END_SECONDS = 60.0
 POLL_SECONDS = 0.1
@@ -136,7 +137,7 @@ class Node:
 
 
 class ChaosStack:
-    """Two workers and some services. `workers` and `services` are theirs to disturb."""
+    """Two workers and two services. `workers` and `services` are theirs to disturb."""
 
     def __init__(
         self,
@@ -144,13 +145,12 @@ class ChaosStack:
         model: str,
         worker_settings: Mapping[str, object],
         service_settings: Mapping[str, object],
-        num_services: int = 2,
         with_network: bool = True,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="kvatlas-chaos-"))
         self.namespaces = [Namespace(number) for number in range(2)] if with_network else []
         keys = self._keys() if with_network else {"worker": {}, "service": {}}
-        self.addresses = [f"127.0.0.1:{_free_port()}" for _ in range(num_services)]
+        self.addresses = [f"127.0.0.1:{_free_port()}" for _ in range(NUM_SERVICES)]
         engines = [self._engine(number) for number in range(2)]
         self.workers = [
             self._node(
@@ -201,6 +201,13 @@ class ChaosStack:
             return {}
         serving = server_pb2.SERVER_STATE_SERVING
         return {worker.worker_id: worker.epoch for worker in info.workers if worker.state == serving}
+
+    async def known_epochs(self) -> dict[str, int]:
+        """The same from any service that answers."""
+        known: dict[str, int] = {}
+        for service in range(len(self.services)):
+            known |= await self.epochs(service)
+        return known
 
     async def healed(self, other_than: Mapping[str, int] | None = None) -> float:
         """Waits until every service can use every worker, in another life than `other_than`; its seconds."""

@@ -14,7 +14,7 @@ def told(outcome: Outcome) -> str:
 
 def test_streams_survive_both_workers_and_then_a_service() -> None:
     asked = Run(
-        streams=6,
+        streams=12,  # so many that both services have some when one dies
         requests=6,
         runner="fake",
         kinds=(Kind.KILL_BOTH, Kind.KILL_SERVICE),
