@@ -29,7 +29,7 @@ from worker.scheduling.scheduler import Scheduler
 from worker.stats import SequenceView
 
 MAX_CALLS = 16  # that wait
-BOOK_ROWS = 64  # of a turn: 3 us each
+BOOK_ROWS = 16  # of a turn: some 20 us each at 4,000 tokens
 DEVICE_ROWS = 4  # of a turn, as in a round of the live audit: a pinned buffer, a copy and an event each
 READ_SECONDS = 5.0  # after which a copy is given up: the device stands still, which others report
 POLL_SECONDS = 0.002  # between two looks of an idle engine at a copy on its way

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from worker.pages.events import EventRing, NoEvents
 from worker.pages.eviction import POLICIES
 from worker.pages.fingerprint import Fingerprinter, QuickMarks
-from worker.pages.pool import PagePool
+from worker.pages.pool import PINNED, SEALED, PagePool
 from worker.pages.prefix_trie import TOKEN_BYTES, NoSharing, PrefixIndex, PrefixTrie
 from worker.pages.violation import Violation
 
@@ -243,18 +243,18 @@ class PageCache:
         """Invariants of pool and index, and between them, for the pages in ``window``; None: for all."""
         pool, index = self.pool, self._index
         found = pool.check(window) + index.check(window)
-        for page in range(self.config.num_pages) if window is None else window:
-            key = index.key(page)
-            if pool.is_sealed(page) != (key is not None):
-                is_indexed = key is not None
+        pages = range(self.config.num_pages) if window is None else window
+        references, pins = pool.references, self._pin_counts
+        for page, key, flags in zip(pages, index.keys(pages), pool.flags(pages), strict=True):
+            if (key is not None) != bool(flags & SEALED):
                 subject = f"page {page} in the index"
-                found.append(Violation("trie", subject, pool.is_sealed(page), is_indexed, page))
+                found.append(Violation("trie", subject, bool(flags & SEALED), key is not None, page))
             if key is not None and not isinstance(key[0], bytes):
-                above, here = pool.references(key[0]), pool.references(page)
+                above, here = references(key[0]), references(page)
                 if above < here:  # eviction.py relies on it
                     subject = f"references of page {key[0]}, parent of {page}, at least"
                     found.append(Violation("refcount", subject, here, above, page))
-            if pool.is_pinned(page) != (page in self._pin_counts):
-                pinned = page in self._pin_counts
+            if bool(flags & PINNED) != (page in pins):
+                pinned = page in pins
                 found.append(Violation("trie", f"pin of page {page}", pinned, not pinned, page))
         return found

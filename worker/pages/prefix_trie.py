@@ -92,6 +92,10 @@ class PrefixIndex(Protocol):
         """Its key; None: not in the index."""
         ...
 
+    def keys(self, window: range) -> Sequence[Key | None]:
+        """``key`` of each page in ``window``."""
+        ...
+
     def check(self, window: range | None = None) -> list[Violation]:
         """Invariants of the index alone, for the pages in ``window``; None: for all, and its totals."""
         ...
@@ -343,6 +347,10 @@ class PrefixTrie:
         """See PrefixIndex."""
         return self._keys[page]
 
+    def keys(self, window: range) -> Sequence[Key | None]:
+        """See PrefixIndex."""
+        return self._keys[window.start : window.stop]
+
     def check(self, window: range | None = None) -> list[Violation]:
         """See PrefixIndex."""
         found = []
@@ -431,6 +439,10 @@ class NoSharing:
     def key(self, page: int) -> Key | None:
         """None."""
         return None
+
+    def keys(self, window: range) -> Sequence[Key | None]:
+        """None of them."""
+        return [None] * len(window)
 
     def check(self, window: range | None = None) -> list[Violation]:
         """Holds."""

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from worker.ids import Row
+from worker.pages.prefix_trie import TOKEN_BYTES
 from worker.pages.violation import Violation
 from worker.scheduling.books import Books
 from worker.scheduling.sequence import Place, Sequence
@@ -168,11 +169,14 @@ def _check_sequence(books: Books, sequence: Sequence) -> list[Violation]:
     if len(set(pages)) != len(pages):
         subject = f"pages of {sequence.name} that differ"
         found.append(Violation("page_table", subject, len(pages), len(set(pages)), row=row))
-    for index, page in enumerate(pages):
-        if page >= books.config.cache.num_pages or not pool.references(page):
-            subject = f"references of page {page} of {sequence.name}"
-            found.append(Violation("page_table", subject, "some", 0, page, row))
-        if index >= sequence.num_sealed and pool.is_sealed(page):
+    num_pages = books.config.cache.num_pages
+    if max(pages, default=0) >= num_pages or not all(pool.references_of(pages)):
+        for page in pages:
+            if page >= num_pages or not pool.references(page):
+                subject = f"references of page {page} of {sequence.name}"
+                found.append(Violation("page_table", subject, "some", 0, page, row))
+    for page in pages[sequence.num_sealed :]:
+        if pool.is_sealed(page):
             subject = f"page {page} of {sequence.name}"
             found.append(Violation("trie", subject, "not sealed", "sealed", page, row))
     return found + _check_progress(books, sequence, row) + _check_sealed(books, sequence)
@@ -200,12 +204,11 @@ def _check_progress(books: Books, sequence: Sequence, row: int | None) -> list[V
 def _check_sealed(books: Books, sequence: Sequence) -> list[Violation]:
     """Sealed pages hold the tokens that they are found under."""
     found = []
-    page_size, spec = books.config.page_size, sequence.request.spec
-    above: int | bytes = spec.cache_salt
-    for index in range(sequence.num_sealed):
-        page = sequence.pages[index]
-        key = books.cache.index.key(page)
-        tokens = sequence.tokens[index * page_size : (index + 1) * page_size].tobytes()
+    size, key_of = books.config.page_size * TOKEN_BYTES, books.cache.index.key
+    above: int | bytes = sequence.request.spec.cache_salt
+    raw = sequence.tokens[: sequence.num_sealed * books.config.page_size].tobytes()
+    for index, page in enumerate(sequence.pages[: sequence.num_sealed]):
+        key, tokens = key_of(page), raw[index * size : (index + 1) * size]
         if key is not None and key != (above, tokens):
             subject = f"key of page {page} of {sequence.name}"
             actual = _in_words(key[0], same_tokens=key[1] == tokens)
