@@ -24,7 +24,7 @@ from kvatlas.client.errors import (
     Refused,
 )
 
-STALE_SECONDS = 2.5 * HEARTBEAT_SECONDS  # of silence: painted before the third second is over
+STALE_SECONDS = 2.25 * HEARTBEAT_SECONDS  # of silence: painted well before the third second is over
 ROSTER_SECONDS = 0.5  # between two looks at who is there: a worker that the service has lost is told by it
 LOAD_SECONDS = 2.0
 FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.2, 5.0

@@ -69,15 +69,22 @@ def send_prompt(page: Page) -> None:
         page.wait_for_timeout(2000)
 
 
+def see(page: Page, *selectors: str) -> None:
+    """Waits for what the view is made of, and for what follows it."""
+    for selector in selectors:
+        page.locator(selector).first.wait_for(timeout=LOAD_MS)
+    page.wait_for_timeout(3000)
+
+
 VIEWS: dict[str, Callable[[Page], None]] = {
     "page_map": pick_page,
-    "requests": lambda page: page.wait_for_timeout(3000),
-    "prefix_tree": lambda page: page.wait_for_timeout(2000),
+    "requests": lambda page: see(page, ".ribbon canvas"),
+    "prefix_tree": lambda page: see(page, "[data-nodes]"),
     "what_if": ask_what_if,
-    "timeline": lambda page: page.wait_for_timeout(7000),
-    "integrity": lambda page: page.wait_for_timeout(2000),
+    "timeline": lambda page: see(page, "[data-columns]", "[data-testid=stVegaLiteChart] canvas"),
+    "integrity": lambda page: see(page, "text=the parent of a sealed page is sealed"),
     "playground": send_prompt,
-    "explain": lambda page: page.wait_for_timeout(2000),
+    "explain": lambda page: see(page, "[data-lane]", "text=Warps."),
 }
 
 

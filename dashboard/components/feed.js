@@ -4,7 +4,7 @@ import { VERSION, decode } from "./decode.js";
 
 const FIRST_PAUSE_MS = 250, LAST_PAUSE_MS = 3000;
 const HIDDEN_HZ = 2;
-const SILENCE_MS = 2500; // a tick comes each second
+const SILENCE_MS = 2250; // a tick comes each second
 const WATCH_MS = 250;
 
 export class Feed {
