@@ -1,14 +1,17 @@
 # The service, and the command line that fetches models. No torch: the last step of the build proves it.
 FROM python:3.11.13-slim-bookworm AS build
 WORKDIR /src
-RUN python -m venv /opt/kvatlas
+COPY deploy/requirements ./requirements
+RUN python -m venv /opt/kvatlas \
+ && /opt/kvatlas/bin/pip install --no-cache-dir --require-hashes --no-deps -r requirements/service.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY protos ./protos
 COPY service ./service
 COPY worker ./worker
 COPY kernels ./kernels
 COPY dashboard ./dashboard
-RUN /opt/kvatlas/bin/pip install --no-cache-dir '.[service,cli,hub,tracing]' \
+RUN /opt/kvatlas/bin/pip install --no-cache-dir --no-deps . \
+ && /opt/kvatlas/bin/pip check \
  && /opt/kvatlas/bin/python -c "import importlib.util as u; assert u.find_spec('torch') is None"
 
 FROM python:3.11.13-slim-bookworm

@@ -4,13 +4,16 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /src
 RUN python -m venv /opt/kvatlas \
  && /opt/kvatlas/bin/pip install --no-cache-dir --index-url "$TORCH_INDEX" torch==2.13.0
+COPY deploy/requirements ./requirements
+RUN /opt/kvatlas/bin/pip install --no-cache-dir --require-hashes --no-deps -r requirements/worker.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY protos ./protos
 COPY service ./service
 COPY worker ./worker
 COPY kernels ./kernels
 COPY dashboard ./dashboard
-RUN /opt/kvatlas/bin/pip install --no-cache-dir '.[worker,hub]'
+RUN /opt/kvatlas/bin/pip install --no-cache-dir --no-deps . \
+ && /opt/kvatlas/bin/pip check
 
 FROM python:3.11.13-slim-bookworm
 # The compiler is used where the image runs: kernels are built for the processor that is there, once.
