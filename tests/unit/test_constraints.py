@@ -156,6 +156,14 @@ def test_a_token_outside_of_the_language_leaves_nothing() -> None:
     assert "x" in (progress.dead_end or "")
 
 
+def test_a_regular_rule_of_a_grammar_takes_as_much_as_it_can() -> None:
+    """As a lexer does; docs/structured-output.md says so. What is put out is of the grammar all the same."""
+    greedy = COMPILER.compile(ConstraintText("grammar", 'root ::= num "5"\nnum ::= [0-9]+'))
+    assert not accepts(greedy, "125")
+    inline = COMPILER.compile(ConstraintText("grammar", 'root ::= [a-z]+ "x" root | "."'))
+    assert accepts(inline, "abx.")
+
+
 def test_a_kept_constraint_is_not_compiled_again_and_the_oldest_goes_first() -> None:
     seconds: list[float] = []
     hits: list[None] = []
