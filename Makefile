@@ -21,7 +21,7 @@ export PYTHONPATH := $(CURDIR)/protos
 TEST_ENV := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve up down test test-all test-gpu memcheck test-clients sim check fix bench protos clean
+.PHONY: help setup demo serve up down test test-all test-gpu memcheck test-clients sim check fix bench audit protos clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -94,6 +94,14 @@ bench: $(DEV)  ## what a step, a token and a stream cost, into benchmarks/result
 	@$(PYTHON) -m benchmarks.control_plane
 	@$(PYTHON) -m benchmarks.cpu "$$($(PYTHON) -m kvatlas.cli pull)"
 	@$(PYTHON) -m benchmarks.streaming
+
+# Asks the registries' advisory services, which mirrors often lack: not part of `check`.
+audit: $(DEV)  ## known vulnerabilities of what the images pin, and of Node's packages
+	@$(PIP) install "pip-audit>=2.9"
+	@for image in service dashboard worker; do \
+	  $(PYTHON) -m pip_audit --strict --disable-pip --require-hashes -r deploy/requirements/$$image.txt || exit 1; done
+	@npm audit --prefix examples/node
+	@npm audit --prefix deploy/grafana/schema
 
 protos: $(DEV)  ## compile the protos beside their sources
 	@$(PYTHON) protos/generate.py
