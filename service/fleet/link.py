@@ -1,8 +1,8 @@
 """One DEALER and one SUB per worker: commands out, steps and page feeds in, heartbeats both ways.
 
-Owns the sockets and the judgement that a worker is lost; who gets what comes is in live_runs.py. Everything
-runs on the event loop's thread and nothing waits for a worker: sending only appends to the socket's queue.
-Knows no text, no clients and no wire format (codec.py).
+Owns the judgement that a worker is there or lost; the sockets are in link_sockets.py, who gets what comes is
+in live_runs.py. Everything runs on the event loop's thread and nothing waits for a worker. Knows no text, no
+clients and no wire format (codec.py).
 """
 
 import asyncio
@@ -11,15 +11,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
-import zmq
-from zmq.utils.monitor import parse_monitor_message
-
 from service.fleet import codec
 from service.fleet.codec import Beat, Command, CommandReply, WorkerFacts
 from service.fleet.command_desk import CommandDesk, CommandFailed, WorkerUnavailable
+from service.fleet.link_sockets import Context, LinkSockets
 from service.fleet.live_runs import LiveRuns
-from service.fleet.seam import EVENTS, SeamClient
-from service.fleet.socket_reader import SocketReader
+from service.fleet.seam import SeamClient
 from service.request import AbortReason, LostReason, Request, Run, RunReceiver, SequenceReceiver
 
 __all__ = ["CommandFailed", "LinkListener", "WorkerLink", "WorkerUnavailable"]
@@ -29,8 +26,6 @@ SILENCE_SECONDS = 2.0
 TICK_SECONDS = 0.25
 MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 2.0
 HELLO_SECONDS = 5.0  # until an unanswered Hello is said again: it may have been lost with its connection
-SEND_QUEUE = 10_000  # messages; a full queue is a lost worker, never a wait
-CONNECT_MS, HANDSHAKE_MS = 2_000, 5_000  # of one try: after a partition TCP alone would wait a minute longer
 
 log = logging.getLogger("service.link")
 
@@ -66,7 +61,7 @@ class WorkerLink:
         self,
         address: str,
         *,
-        context: "zmq.Context[zmq.Socket[bytes]]",
+        context: Context,
         loop: asyncio.AbstractEventLoop,
         instance_id: str,
         service_epoch: int,
@@ -74,21 +69,24 @@ class WorkerLink:
         seam: SeamClient,
     ) -> None:
         self.address = address
-        self._seam = seam
         self.facts: WorkerFacts | None = None  # of the last life seen
         self.beat: Beat | None = None  # the last one
         self.beat_sequences = 0  # live_sequences when it came
         self.beat_time = 0.0  # loop clock of the last sign of life
         self.is_up = False  # Config came and the worker is not lost
         self.listeners: list[LinkListener] = []
-        self._context = context
         self._loop = loop
-        self._instance_id = instance_id
         self._hello = codec.encode_hello(instance_id, service_epoch, version)
-        self._engine: SocketReader | None = None
-        self._monitor: SocketReader | None = None
-        self._pages: SocketReader | None = None
-        self._topics: set[bytes] = set()
+        self._sockets = LinkSockets(
+            address,
+            context=context,
+            loop=loop,
+            identity=instance_id,
+            seam=seam,
+            on_frames=self._on_frames,
+            on_feed=self._on_feed,
+            on_end=self._on_end,
+        )
         self._expected = 0  # number of the next message
         self._runs = LiveRuns()
         self._desk = CommandDesk(loop, self._send_if_up)
@@ -115,25 +113,9 @@ class WorkerLink:
 
     def open(self) -> None:
         """Starts to connect; returns at once."""
-        assert self._engine is None, "open already"
         assert not self._is_closed, "closed for good"
-        engine = self._context.socket(zmq.DEALER)
-        engine.setsockopt(zmq.ROUTING_ID, self._instance_id.encode())
-        engine.setsockopt(zmq.LINGER, 0)
-        engine.setsockopt(zmq.SNDHWM, SEND_QUEUE)
-        engine.setsockopt(zmq.RCVHWM, SEND_QUEUE)
-        engine.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
-        engine.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        engine.setsockopt(zmq.RECONNECT_IVL, 100)
-        engine.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._seam.prepare(engine)
-        monitor = engine.get_monitor_socket(EVENTS)
-        self._engine = SocketReader(self._loop, engine, self._on_frames)
-        self._monitor = SocketReader(self._loop, monitor, self._on_monitor)
         self._expected = 0
-        engine.connect(self.address)
-        engine.send(self._hello, zmq.NOBLOCK)
-        self._engine.drain_soon()
+        self._sockets.open(self._hello)
         self._timer = self._loop.call_later(
             HELLO_SECONDS, self._lose, LostReason.PARTITION, "no answer to Hello"
         )
@@ -155,7 +137,7 @@ class WorkerLink:
         self._is_closed = True
         self._cancel_timer()
         self._end_life(LostReason.DRAIN)
-        self._close_sockets(linger_ms=200 if self.is_up else 0)
+        self._sockets.close(linger_ms=200 if self.is_up else 0)
         self.is_up = False
 
     # What handlers ask for.
@@ -198,29 +180,17 @@ class WorkerLink:
 
     def subscribe(self, topic: bytes) -> None:
         """Asks for a topic of the pages socket, b"d" or b"e", in this life of the worker and later ones."""
-        if topic not in self._topics:
-            self._topics.add(topic)
-            if self._pages is not None:
-                self._pages.socket.setsockopt(zmq.SUBSCRIBE, topic)
+        self._sockets.subscribe(topic)
 
     def unsubscribe(self, topic: bytes) -> None:
         """Takes subscribe() back."""
-        if topic in self._topics:
-            self._topics.remove(topic)
-            if self._pages is not None:
-                self._pages.socket.setsockopt(zmq.UNSUBSCRIBE, topic)
+        self._sockets.unsubscribe(topic)
 
     # Sending
 
     def _send(self, frame: bytes) -> None:
-        assert self._engine is not None
-        try:
-            self._engine.socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
+        if not self._sockets.send(frame):
             self._lose(LostReason.PARTITION, "takes no more messages")
-            return
-        # Sending may have consumed the edge that announced a message (api.md 8).
-        self._engine.drain_soon()
 
     def _send_if_up(self, frame: bytes) -> None:
         if self.is_up:
@@ -269,30 +239,18 @@ class WorkerLink:
         self.facts, self.beat, self.is_up = facts, None, True
         self._backoff = MIN_BACKOFF_SECONDS
         log.info("event=worker_up worker=%s epoch=%d address=%s", facts.worker_id, facts.epoch, self.address)
-        self._open_pages(facts.pages_address)
+        if facts.pages_address:
+            self._sockets.open_pages(facts.pages_address)
         self._tick()
         for listener in self.listeners:
             listener.link_welcomed(self)
 
-    def _open_pages(self, address: str) -> None:
-        if not address:
-            return
-        pages = self._context.socket(zmq.SUB)
-        pages.setsockopt(zmq.LINGER, 0)
-        for topic in self._topics:
-            pages.setsockopt(zmq.SUBSCRIBE, topic)
-        self._seam.prepare(pages)
-        pages.connect(_reachable(address, self.address))
-        self._pages = SocketReader(self._loop, pages, self._on_feed)
+    def _on_feed(self, topic: bytes, payload: bytes) -> None:
+        for listener in self.listeners:
+            listener.link_fed(self, topic, payload)
 
-    def _on_feed(self, frames: list[bytes]) -> None:
-        if len(frames) == 2:
-            for listener in self.listeners:
-                listener.link_fed(self, frames[0], frames[1])
-
-    def _on_monitor(self, frames: list[bytes]) -> None:
-        if why := self._seam.hear(parse_monitor_message(frames)):
-            self._lose(LostReason.CRASH, why)
+    def _on_end(self, why: str) -> None:
+        self._lose(LostReason.CRASH, why)
 
     # Life
 
@@ -310,7 +268,7 @@ class WorkerLink:
             self._lose(LostReason.PARTITION, f"silent for {now - self.beat_time:.1f} s")
 
     def _lose(self, reason: LostReason, why: str) -> None:
-        if self._is_closed or self._engine is None:
+        if self._is_closed or not self._sockets.is_open:
             return
         is_news = self.is_up or why != self._last_why
         self._last_why = why
@@ -324,7 +282,7 @@ class WorkerLink:
         )
         was_up, self.is_up = self.is_up, False
         self._cancel_timer()
-        self._close_sockets()
+        self._sockets.close()
         self._end_life(reason)
         if was_up:
             for listener in list(self.listeners):
@@ -338,25 +296,7 @@ class WorkerLink:
         self._runs.lose(reason)
         self._desk.lose()
 
-    def _close_sockets(self, linger_ms: int = 0) -> None:
-        if self._monitor is not None and self._engine is not None:
-            self._monitor.stop()
-            self._engine.socket.disable_monitor()
-        for reader in (self._monitor, self._engine, self._pages):
-            if reader is not None:
-                reader.close(linger_ms)
-        self._engine = self._monitor = self._pages = None
-
     def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _reachable(pages_address: str, engine_address: str) -> str:
-    """The pages address as seen from here: a worker that binds all interfaces names none."""
-    for anywhere in ("tcp://0.0.0.0:", "tcp://*:", "tcp://[::]:"):
-        if pages_address.startswith(anywhere) and engine_address.startswith("tcp://"):
-            host = engine_address.removeprefix("tcp://").rpartition(":")[0]
-            return f"tcp://{host}:{pages_address.rpartition(':')[2]}"
-    return pages_address
