@@ -284,7 +284,7 @@ def test_a_refusal_after_a_loss_is_tried_again_until_the_patience_is_over(
     assert asked(impatient) <= 8  # every 0.2 s for 0.9 s
 
 
-@pytest.mark.parametrize("fault", ["gap", pytest.param("silence", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fault", ["gap", "silence"])
 def test_lost_messages_and_silence_are_a_lost_worker(
     running: RunningService, stub: Any, wait_until: Any, fault: str
 ) -> None:
@@ -300,7 +300,7 @@ def test_lost_messages_and_silence_are_a_lost_worker(
         running.worker.is_silent = False
     messages += list(call)
     assert text_of(messages) == expected("abcdefg", 150)
-    assert len(running.worker.hellos) == 2
+    assert len(running.worker.hellos) >= 2
     assert running.worker.hellos[0].service_epoch == running.worker.hellos[1].service_epoch
     assert running.value("kvatlas_resumes_total", reason="partition") == 1
 

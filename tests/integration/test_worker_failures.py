@@ -138,6 +138,7 @@ def test_eight_running_and_eight_queued_survive_a_killed_worker(
     assert resumes(fleet, "crash") == before + ROWS
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_replaced_and_says_nothing_twice(
     fleet: Fleet, undisturbed: Tokens, wait_until: WaitUntil
 ) -> None:
