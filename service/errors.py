@@ -21,6 +21,8 @@ PUSHBACK_KEY = "grpc-retry-pushback-ms"
 MIN_PUSHBACK_MS, MAX_PUSHBACK_MS = 50, 5000
 LAST_RETRIED_ATTEMPT = 2  # from the third attempt on a full queue says: do not come back
 
+MAX_MESSAGE, MAX_VIOLATION_BYTES = 1000, 2800  # characters; bytes of paths and descriptions
+
 
 @dataclass(frozen=True, slots=True)
 class Violation:
@@ -102,11 +104,21 @@ def reason_name(number: int) -> str:
 
 
 def invalid_fields(violations: Sequence[Violation]) -> Failure:
-    """All that is wrong with a request."""
+    """All that is wrong with a request, as far as it fits into the trailers that clients take (8 KiB)."""
     message = "; ".join(f"{violation.path}: {violation.description}" for violation in violations[:8])
     if len(violations) > 8:
         message += f"; and {len(violations) - 8} more"
-    return Failure(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", message, violations=violations)
+    # What is not ASCII takes up to twelve characters there, and the client may have chosen it.
+    message = message.encode("ascii", "backslashreplace").decode()
+    if len(message) > MAX_MESSAGE:
+        message = message[: MAX_MESSAGE - 3] + "..."
+    room, shown = MAX_VIOLATION_BYTES, []
+    for violation in violations:
+        room -= len(violation.path.encode()) + len(violation.description.encode()) + 8
+        if room < 0:
+            break
+        shown.append(violation)
+    return Failure(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", message, violations=shown)
 
 
 def prompt_too_long(prompt_tokens: int, max_prompt_tokens: int, max_context_tokens: int) -> Failure:

@@ -189,32 +189,36 @@ def num_bytes(text: str) -> int:
 def _chat(found: Violations, path: str, chat: pb.ChatPrompt) -> None:
     if not chat.messages:
         found.add(f"{path}.messages", "must not be empty")
-    for index, message in enumerate(chat.messages):
+    for index, message in enumerate(chat.messages[:MAX_MESSAGES]):
         found.known(f"{path}.messages[{index}].role", message.role, pb.ChatRole, may_be_unset=False)
     _chat_sizes(found, path, chat)
     if chat.continue_final_message and chat.HasField("add_generation_prompt") and chat.add_generation_prompt:
         found.add(f"{path}.continue_final_message", "contradicts add_generation_prompt")
     if chat.template_args_json:
         _json_object(found, f"{path}.template_args_json", chat.template_args_json)
-    for index, tool in enumerate(chat.tools_json):
+    for index, tool in enumerate(chat.tools_json[:MAX_TOOLS]):
         _json_object(found, f"{path}.tools_json[{index}]", tool)
 
 
 def _chat_sizes(found: Violations, path: str, chat: pb.ChatPrompt) -> None:
     if len(chat.messages) > MAX_MESSAGES:
         found.add(f"{path}.messages", f"{len(chat.messages)} are more than {MAX_MESSAGES}")
-    texts = [text for turn in chat.messages for text in (turn.content, turn.name, turn.tool_call_id)]
+    texts = [
+        text for turn in chat.messages[:MAX_MESSAGES] for text in (turn.content, turn.name, turn.tool_call_id)
+    ]
     if sum(map(num_bytes, texts)) > MAX_TEXT_BYTES:
         found.add(f"{path}.messages", f"together longer than {MAX_TEXT_BYTES} bytes")
     if num_bytes(chat.template_args_json) > MAX_ARGUMENT_BYTES:
         found.add(f"{path}.template_args_json", f"longer than {MAX_ARGUMENT_BYTES} bytes")
     if len(chat.tools_json) > MAX_TOOLS:
         found.add(f"{path}.tools_json", f"{len(chat.tools_json)} are more than {MAX_TOOLS}")
-    if sum(map(num_bytes, chat.tools_json)) > MAX_ARGUMENT_BYTES:
+    if sum(map(num_bytes, chat.tools_json[:MAX_TOOLS])) > MAX_ARGUMENT_BYTES:
         found.add(f"{path}.tools_json", f"together longer than {MAX_ARGUMENT_BYTES} bytes")
 
 
 def _json_object(found: Violations, path: str, text: str) -> None:
+    if num_bytes(text) > MAX_ARGUMENT_BYTES:
+        return  # is said already, and not worth the event loop's time
     try:
         is_object = isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):

@@ -16,6 +16,8 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 
 from kvatlas.v1 import cache_pb2, generation_pb2, server_pb2
 from service.testing import RunningService, WorkerScript, running_service
@@ -152,3 +154,39 @@ def test_malformed_requests_break_nothing_and_leave_nothing(
         fine = generation_pb2.GenerateRequest(spec=spec).SerializeToString()
         assert code_of(public, "/kvatlas.v1.GenerationService/Generate", False, fine) == "OK"
     assert threading.active_count() < 30
+
+
+FLOODS = {
+    "chat turns": generation_pb2.GenerationSpec(
+        chat=generation_pb2.ChatPrompt(messages=[generation_pb2.ChatMessage()] * 1_000_000)
+    ),
+    "tools": generation_pb2.GenerationSpec(
+        chat=generation_pb2.ChatPrompt(
+            messages=[generation_pb2.ChatMessage(role=generation_pb2.CHAT_ROLE_USER)],
+            tools_json=["3"] * 1_000_000,
+        )
+    ),
+    "labels": generation_pb2.GenerationSpec(
+        text="x", labels={"\U0001f30a" * 60 + str(number): "v" * 300 for number in range(3_000)}
+    ),
+    "stop strings": generation_pb2.GenerationSpec(text="x", stop={"stop_strings": [""] * 1_000_000}),
+    "choices": generation_pb2.GenerationSpec(text="x", choices={"choices": ["y"] * 1_000_000}),
+}
+
+
+@pytest.mark.parametrize("kind", FLOODS)
+def test_however_much_is_wrong_the_client_can_read_what(running: RunningService, kind: str) -> None:
+    """Trailers over 8 KiB would be refused by the client; a check per item would stop all streams."""
+    data = generation_pb2.GenerateRequest(spec=FLOODS[kind]).SerializeToString()
+    assert len(data) < 4 << 20
+    with grpc.insecure_channel(running.address) as channel, pytest.raises(grpc.RpcError) as refused:
+        channel.unary_unary("/kvatlas.v1.GenerationService/Generate")(data, timeout=100)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, refused.value
+    status = rpc_status.from_call(refused.value)
+    bad, info = error_details_pb2.BadRequest(), error_details_pb2.ErrorInfo()
+    assert any(detail.Unpack(info) for detail in status.details)
+    assert any(detail.Unpack(bad) for detail in status.details)
+    assert info.reason == "INVALID_FIELD"
+    assert bad.field_violations
+    trailers = sum(len(key) + len(value) for key, value in refused.value.trailing_metadata())
+    assert trailers * 4 / 3 + len(refused.value.details()) < 8192

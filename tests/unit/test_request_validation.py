@@ -127,6 +127,17 @@ BAD = [
     (spec_of(labels={"k" * 64: "v"}), "spec.labels"),
     (spec_of(labels={"k": "v" * 256}), "spec.labels[k]"),
     (spec_of(json_schema=""), "spec.json_schema"),
+    (spec_of(regex="a" * 65_537), "spec.regex"),
+    (
+        spec_of(choices=pb.ChoiceConstraint(choices=[str(number) for number in range(65)])),
+        "spec.choices.choices",
+    ),
+    (spec_of(chat=pb.ChatPrompt(messages=[USER] * 4097)), "spec.chat.messages"),
+    (spec_of(chat=pb.ChatPrompt(messages=[USER], tools_json=["{}"] * 129)), "spec.chat.tools_json"),
+    (
+        spec_of(chat=pb.ChatPrompt(messages=[USER], template_args_json='{"a": "' + "x" * 262_144 + '"}')),
+        "spec.chat.template_args_json",
+    ),
     (spec_of(choices=pb.ChoiceConstraint()), "spec.choices.choices"),
     (spec_of(choices=pb.ChoiceConstraint(choices=["a", "a"])), "spec.choices.choices"),
 ]
