@@ -6,7 +6,7 @@ import streamlit as st
 from dashboard import process
 from dashboard.facts import PageFacts
 from dashboard.live_pages import Follower
-from dashboard.view_parts import clock_text, counted, query_id, sequence_name, short_id
+from dashboard.view_parts import clock_text, counted, query_id, sequence_name, short_id, span
 from kvatlas.client.errors import KvatlasError
 from kvatlas.client.page_map import SequencePages
 
@@ -49,7 +49,7 @@ def _page(follower: Follower, page_id: int) -> None:
                 *marks,
             ]
         ),
-        f"allocated {facts.age_seconds:.1f} s ago · idle {facts.idle_seconds:.1f} s",
+        f"allocated {span(facts.age_seconds)} ago · idle {span(facts.idle_seconds)}",
         f"slots {first:,} … {first + size - 1:,}",
         *_prefix(facts),
     ]

@@ -171,6 +171,13 @@ def share(part: float, whole: float, digits: int = 0) -> str:
     return f"{100 * part / whole:.{digits}f}%" if whole else NOTHING
 
 
+def span(seconds: float) -> str:
+    """A duration in the unit that people would take."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def counted(number: int, what: str) -> str:
     """`1 hit`, `2 hits`."""
     return f"{number:,} {what}" + "s" * (number != 1)

@@ -26,6 +26,7 @@ from dashboard.mirror_checks import check_mirror
 from dashboard.spectrogram import FIGURES, Moment, Spectrogram
 from dashboard.theme import PALETTE, options
 from dashboard.tree import NO_PAGE, build_tree
+from dashboard.view_parts import counted, span
 from dashboard.web import GoneTabs
 from kernels.paged_cuda.shape import KernelShape
 from kvatlas.v1 import cache_pb2 as pb
@@ -483,3 +484,14 @@ def test_the_allocator_is_set_where_there_is_one_to_set() -> None:
     allocator.settle()  # twice is as good as once
     allocator.settle()
     assert ctypes.CDLL(None).mallopt(allocator.M_ARENA_MAX, allocator.ARENAS) == 1, "glibc took it"
+
+
+def test_durations_and_counts_are_said_as_people_say_them() -> None:
+    assert [span(seconds) for seconds in (0.04, 119.94, 120, 7199, 7200)] == [
+        "0.0 s",
+        "119.9 s",
+        "2 min",
+        "120 min",
+        "2.0 h",
+    ]
+    assert [counted(number, "hit") for number in (0, 1, 1234)] == ["0 hits", "1 hit", "1,234 hits"]
