@@ -81,7 +81,7 @@ VIEWS: dict[str, Callable[[Page], None]] = {
     "requests": lambda page: see(page, ".ribbon canvas"),
     "prefix_tree": lambda page: see(page, "[data-nodes]"),
     "what_if": ask_what_if,
-    "timeline": lambda page: see(page, "[data-columns]", "[data-testid=stVegaLiteChart] canvas"),
+    "timeline": lambda page: see(page, "[data-columns]", "[data-testid=stVegaLiteChart]"),
     "integrity": lambda page: see(page, "text=the parent of a sealed page is sealed"),
     "playground": send_prompt,
     "explain": lambda page: see(page, "[data-lane]", "text=Warps."),

@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 from websockets.sync.client import connect
 
+from dashboard.client import ServiceSource
+from kvatlas.client.errors import Unavailable
+
 ROOT = Path(__file__).parents[2]
 PAGES = 63
 TOKEN = "looker-4f1d0c9be2"
@@ -124,13 +127,10 @@ def test_it_looks_through_mtls_with_a_token_that_may_change(
         assert "stranger" not in log.read_text()
 
 
-def test_without_a_certificate_it_says_that_nobody_answers(
-    address: str, folder: Path, wait_until: Callable[..., None]
-) -> None:
-    command = ["kvatlas.cli", "dashboard", "--address", address, "--listen", "127.0.0.1:0"]
-    command += ["--ca-file", "ca.pem", "--token-file", "token", "--ready-file", "unknown.json"]
-    with running(folder, "unknown", *command):
-        wait_until((folder / "unknown.json").exists, "the dashboard")
-        url = json.loads((folder / "unknown.json").read_text())["url"]
-        wait_until(lambda: address in health(url)["failure"], "a word of it")
-        assert health(url)["workers"] == {}
+def test_without_a_certificate_nobody_answers(address: str, folder: Path) -> None:
+    source = ServiceSource(address, lambda: TOKEN, (folder / "ca.pem").read_bytes())
+    try:
+        with pytest.raises(Unavailable, match=address):
+            source.server()
+    finally:
+        source.close()

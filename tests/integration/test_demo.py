@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kvatlas.cli import demo_dashboard
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -39,6 +41,16 @@ def test_the_demo_shows_three_maps_and_hits_and_leaves_nothing(model_path: Path,
     assert [path.name for path in tmp_path.iterdir()] == ["pages.svg"]
 
 
+def test_its_dashboard_runs_for_as_long_as_it_is_looked_at(tmp_path: Path) -> None:
+    with demo_dashboard.running("127.0.0.1:1", tmp_path) as (url, process):
+        assert _workers(url) == {}, "nobody is there yet: the page says so"
+        assert process.poll() is None
+    assert process.returncode == 0
+    with pytest.raises(OSError, match="refused"):
+        _workers(url)
+
+
+@pytest.mark.slow
 def test_on_a_terminal_or_by_wish_it_serves_on_with_the_dashboard(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvatlas.cli", "demo", "--keep", "--model", "random:tiny", "-n", "8"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}"}
