@@ -1,5 +1,6 @@
 """The manifests: built by kustomize, speaking of processes as they are, as hardened as the compose file."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from dashboard import config as dashboard_config
+from kvatlas.seam_keys import write_pair
 from service import config as service_config
 from worker import config as worker_config
 from worker.link.addresses import AddressError, IpcGuard
@@ -59,6 +61,76 @@ def test_kustomize_builds_it(overlay: str, tag: str) -> None:
     assert worker["image"] == f"kvatlas-worker:{tag}"
     assert ("nvidia.com/gpu" in worker["resources"]["limits"]) == (overlay == "gpu")
     assert {"name": "KVATLAS_WORKER_METRICS_HOST", "value": "0.0.0.0"} in worker["env"], "nothing is lost"
+
+
+@pytest.fixture(scope="module")
+def fleet() -> dict[tuple[str, str], dict[str, Any]]:
+    """What kustomize makes of deploy/k8s/fleet, by kind and name."""
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(FOLDER / "fleet")], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(done.stdout)}
+
+
+@needs_kubectl
+def test_in_a_fleet_both_ends_of_the_seam_take_their_keys_and_find_each_other(
+    fleet: dict[tuple[str, str], dict[str, Any]], tmp_path: Path
+) -> None:
+    secrets = {name: write_pair(tmp_path, name) for name in ("worker", "service")}
+    readers = {
+        "worker": (fleet["StatefulSet", "kvatlas-worker"], worker_config.from_args),
+        "service": (fleet["Deployment", "kvatlas"], service_config.from_args),
+    }
+    for name, (owner, read) in readers.items():
+        pod = owner["spec"]["template"]["spec"]
+        [container] = pod["containers"]
+        [keys] = [volume["secret"] for volume in pod["volumes"] if volume["name"] == "keys"]
+        mounted = {f"/etc/kvatlas/seam/{item['path']}" for item in keys["items"]}
+        assert keys["defaultMode"] == 0o440, "what is accepted of a key file"
+        assert not any(f"{other}.key" in path for other in secrets if other != name for path in mounted)
+        environment = {"PATH": "/bin"}
+        for each in container["env"]:
+            if each["name"].startswith("KVATLAS_"):
+                value = each.get("value", "kvatlas-worker-0").replace("$(POD_IP)", "10.1.2.3")
+                if value.startswith("/etc/kvatlas/seam/"):
+                    assert value in mounted
+                    value = str(tmp_path / Path(value).name)
+                elif value.startswith("/etc/"):
+                    (tmp_path / each["name"]).touch()
+                    value = str(tmp_path / each["name"])
+                environment[each["name"]] = value
+        config = read([], environment)
+        assert config.seam_files is not None
+        assert config.seam_files.read()
+        assert not config.insecure
+    [worker] = config.workers
+    service = fleet["Service", "kvatlas-worker"]
+    assert worker == f"dns://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    assert service["spec"]["clusterIP"] == "None"
+
+
+@needs_kubectl
+def test_in_a_fleet_only_services_reach_the_seam_and_every_pod_is_hardened(
+    fleet: dict[tuple[str, str], dict[str, Any]],
+) -> None:
+    assert ("PersistentVolumeClaim", "kvatlas-models") not in fleet
+    rules = fleet["NetworkPolicy", "kvatlas-worker"]["spec"]["ingress"]
+    [seam] = [rule for rule in rules if {"port": "engine"} in rule["ports"]]
+    assert seam["from"] == [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "kvatlas"}}}]
+    for kind, name in (("StatefulSet", "kvatlas-worker"), ("Deployment", "kvatlas")):
+        spec = fleet[kind, name]["spec"]
+        pod = spec["template"]["spec"]
+        assert spec["replicas"] == 2
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        templates = {each["metadata"]["name"] for each in spec.get("volumeClaimTemplates", ())}
+        known = {volume["name"] for volume in pod["volumes"]} | templates
+        for container in (*pod["initContainers"], *pod["containers"]):
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert re.search(r":\d+\.\d+\.\d+$", container["image"])
+            assert {mount["name"] for mount in container["volumeMounts"]} <= known
 
 
 @pytest.mark.parametrize("name", READERS)
