@@ -54,7 +54,7 @@ def put_pair(pairs: Any, entry: Any, chance: random.Random) -> None:
     pairs[value(key, chance)] = value(kept, chance)
 
 
-def value(field: FieldDescriptor, chance: random.Random) -> Any:
+def value(field: Any, chance: random.Random) -> Any:  # a FieldDescriptor, of one of two classes
     match field.cpp_type:
         case FieldDescriptor.CPPTYPE_BOOL:
             return chance.random() < 0.5
