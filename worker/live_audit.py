@@ -91,6 +91,11 @@ class LiveAudit:
         assert self._sweep is None, "two sweeps at once"
         self._sweep = _Sweep(self._scheduler.one_audit(), done, self._revision(), [])
 
+    @property
+    def due_time(self) -> float:
+        """Before it there is nothing to look at; 0: a round or a sweep is under way."""
+        return self._due.next_time if self._round is None and self._sweep is None else 0.0
+
     def next_time(self, now: float) -> float | None:
         """When an idle engine should look again; None: nothing is under way."""
         if self._round is not None:

@@ -46,7 +46,7 @@ class Watch:
         self._bills: list[float] = []
         self._idle_seconds = 0.0
         self._next_time = 0.0
-        self._observed = 0  # page event up to which the observer was told
+        self._full_at = self._ring.capacity // 4 + 1  # page event at which the observer must be told
         self.wants_snapshot = False  # the next observation carries everything
         self.has_news = True  # something happened since the last observation
         self.last_step_seconds = 0.0
@@ -73,12 +73,14 @@ class Watch:
 
     def look(self, now: float) -> None:
         """Audits and hands over what is due. Raises AuditFailed in debug mode."""
+        if now < self._next_time and now < self.audit.due_time and self._ring.number < self._full_at:
+            return  # as after nearly every step
         audit = self.audit.look(now)
         if audit is not None:
             self._take_round(audit)
         if now >= self._next_time and self.has_news:
             self.observe(now)
-        elif self._ring.number - self._observed > self._ring.capacity // 4:
+        elif self._ring.number >= self._full_at:
             self.observe(now)  # early: the ring must not run over what the observer has not read
             self._wake_observer()
 
@@ -112,7 +114,7 @@ class Watch:
             self.wants_snapshot = True  # what happened to sequences is lost to the observer; counts are not
             del self._steps[:-KEPT_STEPS], self._bills[:-KEPT_STEPS], self._rounds[:-KEPT_STEPS]
         self.has_news = False
-        self._observed = observation.revision
+        self._full_at = observation.revision + self._ring.capacity // 4 + 1
         self._next_time = now + OBSERVE_SECONDS
 
     def _take_round(self, audit: AuditRound) -> None:

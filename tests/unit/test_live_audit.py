@@ -157,7 +157,7 @@ def test_a_planted_leak_is_found_by_the_next_round_that_looks_at_the_page() -> N
     """S1-35: a page that no row holds keeps its reference; named with both numbers."""
     bench = Bench()
     before = bench.scheduler.cache.pool.num_active
-    plant("page_leak", bench.scheduler)
+    plant("page_leak", bench.scheduler, bench.runner)
     assert bench.scheduler.cache.pool.num_active == before + 1
     found = bench.look(1.0)
     assert found is not None

@@ -1,5 +1,6 @@
 """What observers get: views, changes, snapshots, rows; and that the audit sees what is wrong."""
 
+import random
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ from worker.execution.fake_runner import FakeModel
 from worker.execution.testing import Harness, small_config
 from worker.ids import NO_PAGE, PageId, SequenceId
 from worker.pages.events import PageEventKind, PageState
+from worker.scheduling import views
 from worker.scheduling.books import Books
 from worker.scheduling.request import RequestSpec
 from worker.scheduling.sampling import SamplingParams
@@ -187,6 +189,35 @@ def test_a_page_more_is_told_without_the_rest_of_the_sequence() -> None:
     assert (list(growth.owners), list(growth.page_indexes)) == ([view.owner], [2])
     assert list(growth.page_ids) == [view.page_ids[2]]
     assert changes.views == ()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_progress_is_what_views_say_after_every_turn(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    """While all decode it is read off the batch; else one by one. Both, through arrivals, ends and aborts."""
+    slow, num_slow, num_turns = views._progress_one_by_one, 0, 0
+
+    def one_by_one(books: Books) -> views.Progress:
+        nonlocal num_slow
+        num_slow += 1
+        return slow(books)
+
+    monkeypatch.setattr(views, "_progress_one_by_one", one_by_one)
+    harness, draw = make(overlap=overlap, num_pages=60), random.Random(5)
+    scheduler = harness.scheduler
+    for number in range(1, 400):
+        if draw.random() < 0.15 and scheduler.num_live < 6:
+            samples = draw.choice((1, 1, 2))
+            harness.add(
+                request(10 * number, range(draw.randint(1, 12)), draw.randint(1, 25), sample_count=samples)
+            )
+        if draw.random() < 0.03 and (live := scheduler.sequence_views()):
+            harness.abort(draw.choice(live).sequence_id)
+        harness.turn()
+        running = {view.owner: view.token_count for view in scheduler.sequence_views() if view.owner}
+        progress = scheduler.progress()
+        assert dict(zip(progress.owners, progress.token_counts, strict=True)) == running
+        num_turns += bool(running)
+    assert 10 < num_slow < num_turns - 10, (num_slow, num_turns)
 
 
 def test_progress_counts_tokens_with_kv() -> None:

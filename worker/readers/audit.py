@@ -181,12 +181,12 @@ class AuditClock:
     def __init__(self, interval_seconds: float, max_share: float) -> None:
         self._interval = interval_seconds
         self._max_share = max_share
-        self._next = 0.0
+        self.next_time = 0.0  # when a round may be run again
 
     def is_due(self, now: float) -> bool:
         """Whether a round may be run now."""
-        return now >= self._next
+        return now >= self.next_time
 
     def done(self, now: float, seconds: float) -> None:
         """A round was run and took so long."""
-        self._next = now + max(self._interval, seconds / self._max_share)
+        self.next_time = now + max(self._interval, seconds / self._max_share)

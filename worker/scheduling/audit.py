@@ -114,9 +114,8 @@ class Auditor:
 
 
 def _span(sequence: Sequence, first: int, last: int, page_size: int) -> RowSpan:
-    slots = array("i")
-    for page in sequence.pages[first:last]:
-        slots.extend(range(page * page_size, (page + 1) * page_size))
+    pages = sequence.pages[first:last]
+    slots = array("i", [slot for page in pages for slot in range(page * page_size, (page + 1) * page_size)])
     return RowSpan(sequence.row, first * page_size, slots)
 
 

@@ -64,6 +64,7 @@ class DecodeBatch:
         self._sources: Counter[str] = Counter()
         self._stop_counts: Counter[int] = Counter()
         self._groups: list[SourceGroup] | None = None  # None: to be computed
+        self._owners: array[int] | None = None  # likewise
         self._stop_ids: frozenset[int] | None = None
 
     def __len__(self) -> int:
@@ -128,7 +129,7 @@ class DecodeBatch:
 
     def _own(self) -> None:
         """Before a change: columns that a step holds are replaced by copies."""
-        self._groups = None
+        self._groups = self._owners = None
         if self._shared:
             self._shared = False
             self.sequences = self.sequences[:]
@@ -140,6 +141,13 @@ class DecodeBatch:
     def at_edge(self) -> list[Sequence]:
         """Members that need a page for the next step: their position is the first of a page."""
         return list(self._edges[self._tick % self._page_size])
+
+    @property
+    def owners(self) -> "array[int]":
+        """'H': owner numbers of the members, beside ``starts``; not to be changed."""
+        if self._owners is None:
+            self._owners = array("H", [sequence.owner for sequence in self.sequences])
+        return self._owners
 
     @property
     def num_at_edge(self) -> int:
