@@ -220,7 +220,7 @@ def code_of(address: str, number: int) -> str:
     return "OK"
 
 
-@pytest.mark.parametrize("num_hostile", [20, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_hostile", [20, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_hostile_worker_costs_the_service_its_connection_and_nothing_else(
     tmp_path: Path, wait_until: Any, num_hostile: int, caplog: pytest.LogCaptureFixture
 ) -> None:
