@@ -5,9 +5,11 @@ from array import array
 
 import pytest
 
+from worker.pages.evicted_prefixes import EvictedPrefixes
 from worker.pages.fingerprint import Fingerprinter
+from worker.pages.no_sharing import NoSharing
 from worker.pages.page_cache import CacheConfig, PageCache
-from worker.pages.prefix_trie import EvictedPrefixes, NoSharing, PrefixTrie
+from worker.pages.prefix_trie import PrefixTrie
 
 
 def make(num_pages: int = 32, page_size: int = 4, remembered: int = 100) -> PrefixTrie:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from worker.pages.events import EventRing, NoEvents
 from worker.pages.eviction import POLICIES
 from worker.pages.fingerprint import Fingerprinter, QuickMarks
+from worker.pages.no_sharing import NoSharing
 from worker.pages.pool import PINNED, SEALED, PagePool
-from worker.pages.prefix_trie import TOKEN_BYTES, NoSharing, PrefixIndex, PrefixTrie
+from worker.pages.prefix_trie import TOKEN_BYTES, PrefixIndex, PrefixTrie
 from worker.pages.violation import Violation
 
 

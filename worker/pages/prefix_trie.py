@@ -7,10 +7,11 @@ Equality is that of token ids; no hash is trusted. A node is one whole page, so 
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from worker.pages.evicted_prefixes import EvictedPrefixes
 from worker.pages.fingerprint import Fingerprinter
 from worker.pages.violation import Violation
 
@@ -99,52 +100,6 @@ class PrefixIndex(Protocol):
     def check(self, window: range | None = None) -> list[Violation]:
         """Invariants of the index alone, for the pages in ``window``; None: for all, and its totals."""
         ...
-
-
-class EvictedPrefixes:
-    """Fingerprints of the last ``capacity`` evicted pages; older ones are forgotten and count as cold."""
-
-    def __init__(self, capacity: int) -> None:
-        self._ring = array("Q", bytes(8 * capacity))
-        self._places: dict[int, int] = {}
-        self._next = 0
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __contains__(self, fingerprint: int) -> bool:
-        return fingerprint in self._places
-
-    def add(self, fingerprint: int) -> None:
-        """Remembers one, forgetting the oldest."""
-        self.add_all((fingerprint,))
-
-    def add_all(self, fingerprints: Iterable[int]) -> None:
-        """Remembers each, forgetting as many of the oldest."""
-        at, places, ring, capacity = self._next, self._places, self._ring, len(self._ring)
-        if not capacity:
-            return
-        for fingerprint in fingerprints:
-            oldest = ring[at]
-            if places.get(oldest) == at:
-                del places[oldest]
-            ring[at] = fingerprint
-            places[fingerprint] = at
-            at += 1
-            if at == capacity:
-                at = 0
-        self._next = at
-
-    def discard_all(self, fingerprints: Iterable[int]) -> None:
-        """They are cached again."""
-        places = self._places
-        for fingerprint in fingerprints:
-            if fingerprint in places:
-                del places[fingerprint]
-
-    def clear(self) -> None:
-        """Forgets all."""
-        self._places.clear()
 
 
 class PrefixTrie:
@@ -379,71 +334,3 @@ class PrefixTrie:
                 subject = f"children of page {page}"
                 found.append(Violation("trie", subject, count, self._num_children[page], page))
         return found
-
-
-class NoSharing:
-    """The strategy without a cache: nothing is found, nothing is kept. Same interface as PrefixTrie."""
-
-    version = 0
-
-    def match(self, tokens: "array[int]", salt: bytes, max_pages: int) -> list[int]:
-        """Nothing."""
-        return []
-
-    def classify(self, tokens: "array[int]", salt: bytes, matched: list[int], max_pages: int) -> MissCounts:
-        """All cold."""
-        return MissCounts(max_pages, 0)
-
-    def insert(self, page: int, parent: int | None, salt: bytes, token_bytes: bytes) -> int:
-        """Never called: the page cache does not seal without an index."""
-        raise AssertionError(f"page {page} sealed without a prefix index")
-
-    def insert_run(self, pages: Sequence[int], parent: int | None, salt: bytes, raw: bytes) -> list[int]:
-        """Never called, as insert."""
-        raise AssertionError(f"pages {pages} sealed without a prefix index")
-
-    def insert_each(
-        self, pages: Sequence[int], aboves: Sequence[int | bytes], raws: Sequence[bytes]
-    ) -> list[int]:
-        """Never called, as insert."""
-        raise AssertionError(f"pages {pages} sealed without a prefix index")
-
-    def evict(self, pages: Sequence[int]) -> None:
-        """Never called: nothing is in it."""
-        raise AssertionError(f"pages {pages} are not in the index")
-
-    def remove(self, page: int, remember: bool) -> int | None:
-        """Never called: nothing is in it."""
-        raise AssertionError(f"page {page} is not in the index")
-
-    def fingerprint(self, page: int) -> int:
-        """None is known."""
-        return 0
-
-    def has_children(self, page: int) -> bool:
-        """Never."""
-        return False
-
-    def depth(self, page: int) -> int:
-        """Nowhere."""
-        return 0
-
-    def salt(self, page: int) -> bytes:
-        """Never called."""
-        raise AssertionError(f"page {page} is not in the index")
-
-    def pages(self) -> list[int]:
-        """None."""
-        return []
-
-    def key(self, page: int) -> Key | None:
-        """None."""
-        return None
-
-    def keys(self, window: range) -> Sequence[Key | None]:
-        """None of them."""
-        return [None] * len(window)
-
-    def check(self, window: range | None = None) -> list[Violation]:
-        """Holds."""
-        return []
