@@ -4,6 +4,7 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before the imports below
 
+import re
 from array import array
 from collections import deque
 
@@ -14,7 +15,10 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 from kernels.reference import ReferenceBackend
 from kernels.triton_backend import TritonBackend
+from kvatlas.constraints.compiler import Compiled, Compiler, TokenTable
+from kvatlas.constraints.text import ConstraintText
 from worker.execution.cuda_runner import CudaRunner
+from worker.execution.invariant_runner import InvariantRunner
 from worker.execution.torch_runner import RunnerConfig, TorchRunner
 from worker.execution.warm_steps import warm_steps
 from worker.ids import SequenceId
@@ -36,6 +40,25 @@ REQUESTS = [
     SamplingParams(max_tokens=4, stop_at_eos=False, temperature=1.3, top_k=7, top_p=0.9, seed=4),
     SamplingParams(max_tokens=2, stop_at_eos=False, frequency_penalty=1.5, logprobs=2),
 ]
+EOS = 1
+
+
+def constraint(pattern: str) -> Compiled:
+    """For a vocabulary of letters: token 10 is "a", 11 is "b", and so on."""
+    size = CONFIG.vocab_size
+    tokens = [b""] * 10 + [bytes((97 + number,)) for number in range(26)]
+    table = TokenTable((tokens + [b""] * size)[:size], frozenset({0, EOS}), frozenset({EOS}))
+    return Compiler(lambda: table, size).compile(ConstraintText("regex", pattern))
+
+
+CONSTRAINED = [
+    SamplingParams(max_tokens=6, constraint=constraint("[a-c]{5}d[x-z]+")),
+    SamplingParams(max_tokens=5, temperature=1.2, seed=8, constraint=constraint("(ab|cd|ef){3,9}")),
+    SamplingParams(max_tokens=4, stop_at_eos=False, temperature=0.9, seed=3),
+    SamplingParams(
+        max_tokens=6, temperature=1.0, top_k=4, seed=9, constraint=constraint("q[r-t]{9}"), logprobs=1
+    ),
+]
 
 
 def config() -> RunnerConfig:
@@ -53,7 +76,9 @@ def config() -> RunnerConfig:
     )
 
 
-def answers(runner: TorchRunner, *, overlap: bool) -> dict[int, list[int]]:
+def answers(
+    runner: TorchRunner, *, overlap: bool, requests: list[SamplingParams] = REQUESTS
+) -> dict[int, list[int]]:
     scheduler = Scheduler(
         SchedulerConfig(
             cache=CacheConfig(num_pages=NUM_PAGES, page_size=PAGE_SIZE),
@@ -62,10 +87,10 @@ def answers(runner: TorchRunner, *, overlap: bool) -> dict[int, list[int]]:
             max_context_tokens=CONTEXT,
         )
     )
-    for number, params in enumerate(REQUESTS):
+    for number, params in enumerate(requests):
         prompt = array("I", [(7 * number + 3 * i) % 50 + 1 for i in range(5 + 6 * number)])
         scheduler.add(RequestSpec(SequenceId(number + 1), prompt, params), 0.0)
-    tokens: dict[int, list[int]] = {number + 1: [] for number in range(len(REQUESTS))}
+    tokens: dict[int, list[int]] = {number + 1: [] for number in range(len(requests))}
     in_flight: deque = deque()
     for turn in range(60):
         step = scheduler.schedule(float(turn))
@@ -80,7 +105,7 @@ def answers(runner: TorchRunner, *, overlap: bool) -> dict[int, list[int]]:
                     tokens[sequence].append(token)
         if not scheduler.has_work(float(turn)) and not in_flight:
             break
-    assert [len(tokens[n + 1]) for n in range(len(REQUESTS))] == [p.max_tokens for p in REQUESTS]
+    assert [len(tokens[n + 1]) for n in range(len(requests))] == [p.max_tokens for p in requests]
     return tokens
 
 
@@ -89,6 +114,43 @@ def test_the_gpu_path_gives_the_plain_runners_tokens():
     backend = TritonBackend(CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CONTEXT)
     expected = answers(TorchRunner(MODEL, ReferenceBackend(), config(), CPU), overlap=False)
     assert answers(CudaRunner(MODEL, backend, config(), CPU), overlap=True) == expected
+
+
+@pytest.mark.parametrize("kind", [CudaRunner, InvariantRunner])
+def test_constraints_hold_on_the_gpu_path_a_step_ahead(kind):
+    """With overlap a row's newest token is still on the device when its next step is launched."""
+    backend = TritonBackend(CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CONTEXT)
+    expected = answers(
+        TorchRunner(MODEL, ReferenceBackend(), config(), CPU), overlap=False, requests=CONSTRAINED
+    )
+    runner = kind(MODEL, backend, config(), CPU)
+    assert answers(runner, overlap=True, requests=CONSTRAINED) == expected
+    runner.close()
+    texts = ["".join(chr(87 + token) for token in expected[number]) for number in (1, 2, 4)]
+    for text, pattern in zip(texts, ("[a-c]{5}d", "(ab|cd|ef){2}[ace]", "q[r-t]{5}"), strict=True):
+        assert re.fullmatch(pattern, text), text
+
+
+def test_rows_that_the_kernel_does_not_draw_still_replay_a_graph(monkeypatch):
+    """One graph a size, up to the logits, captured with the first such step."""
+    backend = TritonBackend(CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CONTEXT)
+    graphs = CudaRunner(MODEL, backend, config(), CPU).graphs
+    captured = []
+
+    def capture(size, body, warm_ups):
+        captured.append(size)
+        graphs.prepare([], [], size)
+        body()
+        return RecordedGraph()
+
+    monkeypatch.setattr(graphs, "_captures", True)
+    monkeypatch.setattr(graphs, "_captured", capture)
+    for rows in ([0, 1, 2], [0, 1, 2, 3], [2]):
+        logits, on_device, lens = graphs.run_forward(rows, [3] * len(rows))
+        assert (len(logits), on_device.tolist(), lens.tolist()) == (len(rows), rows, [3] * len(rows))
+        assert logits.shape[1] >= CONFIG.vocab_size
+    assert captured == [4, 1]
+    assert [graphs._forward_graphs[size].replays for size in (4, 1)] == [2, 1]
 
 
 def test_warm_steps_touch_the_dummy_row_and_the_dummy_page_alone():

@@ -10,7 +10,7 @@ batch first needs them. A batch always runs in the graph of its own size: the li
 size, and no answer depends on what was captured before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,6 +68,8 @@ class DecodeGraphs:
         self._decode = backend.static_decode(tables.page_table, max_batch)
         self._scratch: SampleScratch = make_scratch(max_batch, config.vocab_size, device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._forward_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by size, up to the logits
+        self._logits: Tensor | None = None  # [max_batch, at least vocab_size], of the last of these
         self._captures = capture and device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         # One for all captures: the library keeps a workspace for every stream that it has seen.
@@ -128,9 +130,39 @@ class DecodeGraphs:
             self.body(size, with_filters)
         return self._scratch.results
 
+    def run_forward(self, rows: Sequence[int], kv_lens: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queues one decode step without its draw: logits, rows and kv_lens on the device, as many as rows.
+
+        All three are overwritten by the next run. For rows that something other than the kernel draws; the
+        first step of a size captures its graph.
+        """
+        count, size = len(rows), padded_size(len(rows), self.sizes)
+        assert size is not None, f"no graph holds {count} rows"
+        graph = self._forward_graph(size) if self._captures else None
+        self.prepare(rows, kv_lens, size)
+        if graph is not None:
+            graph.replay()
+            self.replays += 1
+        else:
+            self.forward_body(size)
+        assert self._logits is not None
+        on_device = self.columns(size)
+        return self._logits[:count], on_device[0][:count], on_device[1][:count]
+
     def close(self) -> None:
         """Lets go of the graphs and their memory."""
         self._graphs.clear()
+        self._forward_graphs.clear()
+        self._logits = None
+
+    def forward_body(self, size: int) -> None:
+        """One step up to its logits, eagerly: what a forward graph records."""
+        with dependent_launches(self._model.is_chain(size)):
+            logits = self._forward(size)
+        if self._logits is None:
+            room = self._hidden.shape[0]
+            self._logits = torch.empty(room, logits.shape[1], dtype=logits.dtype, device=logits.device)
+        self._logits[:size].copy_(logits)
 
     def body(self, size: int, with_filters: bool) -> None:
         """One step over the static buffers, eagerly: what a graph records."""
@@ -138,6 +170,12 @@ class DecodeGraphs:
             self._body(size, with_filters)
 
     def _body(self, size: int, with_filters: bool) -> None:
+        logits, tables = self._forward(size), self._tables
+        vocab, pool = self._model.config.vocab_size, tables.token_ids
+        where = (*self.columns(size), tables.columns, self._scratch, vocab)
+        sample(logits, *where, with_filters=with_filters, token_pool=pool)
+
+    def _forward(self, size: int) -> Tensor:
         rows, kv_lens = self.columns(size)
         positions, slots, hidden = self._positions[:size], self._slots[:size], self._hidden[:size]
         tables = self._tables
@@ -148,35 +186,41 @@ class DecodeGraphs:
         def attend(kv: KvLayer, q: Tensor) -> Tensor:
             return self._decode.attend(kv, q, scale=self._scale)
 
-        logits = self._model.decode(hidden, positions, slots, tables.kv, attend)
-        vocab, pool = self._model.config.vocab_size, tables.token_ids
-        where = (rows, kv_lens, tables.columns, self._scratch, vocab)
-        sample(logits, *where, with_filters=with_filters, token_pool=pool)
+        return self._model.decode(hidden, positions, slots, tables.kv, attend)
 
     def _graph(self, size: int, with_filters: bool) -> torch.cuda.CUDAGraph:
         if (size, with_filters) not in self._graphs:
             self._capture(size, with_filters)
         return self._graphs[size, with_filters]
 
+    def _forward_graph(self, size: int) -> torch.cuda.CUDAGraph:
+        if size not in self._forward_graphs:
+            self._forward_graphs[size] = self._captured(size, lambda: self.forward_body(size), WARM_UPS)
+        return self._forward_graphs[size]
+
     def _capture(self, size: int, with_filters: bool) -> None:
+        # Filters add a kernel that a start has loaded: where the size is known there is nothing to warm up.
+        warm_ups = 0 if (size, False) in self._graphs else WARM_UPS
+        graph = self._captured(size, lambda: self.body(size, with_filters), warm_ups)
+        self._graphs[size, with_filters] = graph
+
+    def _captured(self, size: int, body: Callable[[], None], warm_ups: int) -> torch.cuda.CUDAGraph:
         self.prepare([], [], size)
         stream = self._stream
         assert stream is not None, "graphs are off"
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
-        # Filters add a kernel that a start has loaded: where the size is known there is nothing to warm up.
-        warm_ups = 0 if (size, False) in self._graphs else WARM_UPS
         with torch.cuda.stream(stream):
             for _ in range(warm_ups):
-                self.body(size, with_filters)
+                body()
             # Not torch.cuda.graph(): it waits for the device and collects garbage.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                self.body(size, with_filters)
+                body()
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        self._graphs[size, with_filters] = graph
+        return graph
 
 
 def _aligned(size: int) -> int:

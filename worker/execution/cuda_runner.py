@@ -23,10 +23,10 @@ from worker.execution.graph_sizes import kernel_sizes
 from worker.execution.on_the_way import OnTheWay
 from worker.execution.prompt_graphs import PromptGraphs
 from worker.execution.runner import StepHandle
-from worker.execution.sampler import Sampled
+from worker.execution.sampler import HostRows, Sampled
 from worker.execution.sampling_state import NO_LOGPROBS
 from worker.execution.step_tensors import StepTensors, build_step_tensors
-from worker.execution.torch_runner import NO_TOKEN_ID, RunnerConfig, TorchRunner, nonfinite_tokens
+from worker.execution.torch_runner import NO_TOKEN_ID, Launched, RunnerConfig, TorchRunner, nonfinite_tokens
 from worker.execution.warm_steps import warm_steps
 from worker.log import log_phase
 from worker.model.fused import FusedModel
@@ -130,16 +130,39 @@ class CudaRunner(TorchRunner):
 
     def _run(self, step: Step, began: float) -> StepHandle:
         self._start_columns(step.row_starts)
-        if not self._is_plain_decode(step):
+        if step.num_decode != len(step.rows) or not self.graphs.fits(len(step.rows)):
             return super()._run(step, began)
         self.token_pool.start_rows(step.row_starts)
         self._state.start_rows(step.row_starts)
         self.constraint_masks.start_rows(step.row_starts)
         self.page_table.write_pages(step.new_page_rows, step.new_page_indexes, step.new_page_ids)
         self.kv_pool.copy_pages(step.page_copies)
-        with_filters = bool(self._has_filters[np.frombuffer(step.rows, dtype=np.int32)].any())
-        results = self.graphs.run(step.rows, step.ends, with_filters=with_filters)
+        rows = np.frombuffer(step.rows, dtype=np.int32)
+        if not self._is_plain(rows):
+            return self._run_special(step, rows, np.frombuffer(step.ends, dtype=np.int32), began)
+        results = self.graphs.run(step.rows, step.ends, with_filters=bool(self._has_filters[rows].any()))
         return _Replayed(step, results, began, is_replayed=self.graphs.captures)
+
+    def _run_special(self, step: Step, rows: HostRows, ends: HostRows, began: float) -> StepHandle:
+        """A decode step with rows that the kernel does not draw: the network from a graph, then the sampler.
+
+        Masks of constraints are made meanwhile.
+        """
+        pending = self.constraint_masks.begin(rows, ends)
+        logits, *there = self.graphs.run_forward(step.rows, step.ends)
+        masks = pending.result() if pending is not None else None
+        sampled = self._draw_special(logits, rows, ends, there, masks)
+        self.token_pool.write(*there, sampled.ids)
+        launched = Launched(step, sampled, masks, began, is_replayed=self.graphs.captures)
+        if launched.ids is not None:
+            self.constraint_masks.sampled(rows, ends, launched.ids)
+        return launched
+
+    def _draw_special(
+        self, logits: Tensor, rows: HostRows, ends: HostRows, there: Sequence[Tensor], masks: StepMasks | None
+    ) -> Sampled:
+        """One token per row by the plain sampler; `there`: rows and ends on the device."""
+        return self._sampler.sample(logits, rows, ends, masks)
 
     def close(self) -> None:
         """Lets go of the graphs, the model and the pool; the runner is of no use afterwards."""
@@ -150,14 +173,8 @@ class CudaRunner(TorchRunner):
             self.__dict__.pop(name, None)
         super().close()
 
-    def _is_plain_decode(self, step: Step) -> bool:
-        if step.num_decode != len(step.rows) or not self.graphs.fits(len(step.rows)):
-            return False
-        return self._is_plain(np.frombuffer(step.rows, dtype=np.int32), step.row_starts)
-
-    def _is_plain(self, rows: np.ndarray, row_starts: Sequence[RowStart] = ()) -> bool:
-        if any(_is_special(start) for start in row_starts):
-            return False
+    def _is_plain(self, rows: HostRows) -> bool:
+        """Whether the kernel draws all these rows; their starts are known."""
         state = self._state
         if self.constraint_masks.has_any(rows):
             return False
@@ -219,13 +236,6 @@ class CudaRunner(TorchRunner):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._fused.logits(hidden)
-
-
-def _is_special(start: RowStart) -> bool:
-    params = start.params
-    masks_stops = params.min_tokens > 0 and bool(params.stop_token_ids or start.eos_token_ids)
-    has_edits = params.has_penalties or bool(params.logit_bias) or masks_stops
-    return has_edits or params.constraint is not None or params.logprobs is not None
 
 
 class _Replayed:

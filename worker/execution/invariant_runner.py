@@ -15,7 +15,7 @@ from kernels.sample import sample
 from worker.execution.constraint_masks import StepMasks
 from worker.execution.cuda_runner import CudaRunner
 from worker.execution.logprobs import LogprobTensors
-from worker.execution.sampler import Sampled
+from worker.execution.sampler import HostRows, Sampled
 from worker.execution.step_tensors import StepTensors
 
 
@@ -23,30 +23,42 @@ class InvariantRunner(CudaRunner):
     """See CudaRunner."""
 
     def _sample(self, tensors: StepTensors, hidden: Tensor, masks: StepMasks | None) -> Sampled | None:
-        rows = tensors.sampled_rows_host
+        rows, ends = tensors.sampled_rows_host, tensors.sampled_ends_host
         if len(rows) == 0 or self._is_plain(rows):
             return super()._sample(tensors, hidden, masks)
         logits = self._logits(hidden[tensors.sampled_tokens])
-        of_row = masks.by_index() if masks is not None else {}
-        parts = [self._one(tensors, logits[i : i + 1], i, of_row.get(i)) for i in range(len(rows))]
-        sampled = merged(parts)
-        self.token_pool.write(tensors.sampled_rows, tensors.sampled_ends, sampled.ids)
+        there = (tensors.sampled_rows, tensors.sampled_ends)
+        sampled = self._draw_special(logits, rows, ends, there, masks)
+        self.token_pool.write(*there, sampled.ids)
         return sampled
 
-    def _one(self, tensors: StepTensors, logits: Tensor, index: int, masks: StepMasks | None) -> Sampled:
+    def _draw_special(
+        self, logits: Tensor, rows: HostRows, ends: HostRows, there: Sequence[Tensor], masks: StepMasks | None
+    ) -> Sampled:
+        of_row = masks.by_index() if masks is not None else {}
+        return merged([self._one(logits, rows, ends, there, i, of_row.get(i)) for i in range(len(rows))])
+
+    def _one(
+        self,
+        logits: Tensor,
+        rows: HostRows,
+        ends: HostRows,
+        there: Sequence[Tensor],
+        index: int,
+        masks: StepMasks | None,
+    ) -> Sampled:
         """The row at `index` of the sampled ones."""
         here = slice(index, index + 1)
-        row, end = tensors.sampled_rows_host[here], tensors.sampled_ends_host[here]
-        if not self._is_plain(row):
-            return self._sampler.sample(logits, row, end, masks)
+        if not self._is_plain(rows[here]):
+            return self._sampler.sample(logits[here], rows[here], ends[here], masks)
         ids, is_finite = sample(
-            logits,
-            tensors.sampled_rows[here],
-            tensors.sampled_ends[here],
+            logits[here],
+            there[0][here],
+            there[1][here],
             self._columns,
             self._scratch,
             self._config.vocab_size,
-            with_filters=bool(np.any(self._has_filters[row])),
+            with_filters=bool(np.any(self._has_filters[rows[here]])),
         )
         return Sampled(ids.long(), is_finite.clone(), [], [], None)
 

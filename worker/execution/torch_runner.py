@@ -6,8 +6,9 @@ not why they were chosen. Used by the engine thread alone.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -27,7 +28,7 @@ from worker.execution.prompt_logprobs import PromptLogprobs
 from worker.execution.runner import BrokenHandle, RowsRead, StepHandle
 from worker.execution.sampler import Sampled, Sampler
 from worker.execution.sampling_state import SamplingState
-from worker.execution.step_tensors import StepTensors, build_step_tensors
+from worker.execution.step_tensors import HostColumn, StepTensors, build_step_tensors
 from worker.execution.token_pool import TokenPool
 from worker.model.llama import Attend
 from worker.model.llama import Model as LlamaModel
@@ -199,7 +200,8 @@ class TorchRunner:
         masks = pending.result() if pending is not None else None
         sampled = self._sample(tensors, hidden, masks)
         prompt = self._prompt_logprobs.of_step(step, tensors, hidden)
-        launched = _Launched(step, sampled, masks, nonfinite_tokens(hidden), tensors, prompt, began)
+        check = HiddenCheck(nonfinite_tokens(hidden), tensors.q_indptr_host)
+        launched = Launched(step, sampled, masks, began, check=check, prompt=prompt)
         if launched.ids is not None:
             self.constraint_masks.sampled(rows, ends, launched.ids)
         return launched
@@ -250,28 +252,44 @@ def nonfinite_tokens(hidden: Tensor) -> Tensor:
     return ~hidden.sum(dim=-1, dtype=torch.float32).isfinite()
 
 
-class _Launched:
-    """A step on the device; small results travel to pinned memory behind it."""
+class HiddenCheck:
+    """Which spans have hidden states that are not finite, once their flags have arrived."""
 
-    is_replayed = False
+    def __init__(self, nonfinite: Tensor, q_indptr: HostColumn) -> None:
+        self._nonfinite = OnTheWay(nonfinite)  # bool [num_tokens]
+        self._q_indptr = q_indptr
+
+    def spans(self) -> list[int]:
+        """Waits for the flags."""
+        nonfinite = self._nonfinite.arrived()
+        if not nonfinite.any():
+            return []
+        of_spans = np.add.reduceat(nonfinite, self._q_indptr[:-1], dtype=np.int64).nonzero()[0]
+        found: list[int] = of_spans.tolist()
+        return found
+
+
+class Launched:
+    """A step on the device; small results travel to pinned memory behind it."""
 
     def __init__(
         self,
         step: Step,
         sampled: Sampled | None,
         masks: StepMasks | None,
-        nonfinite: Tensor,
-        tensors: StepTensors,
-        prompt: dict[int, Callable[[], list[TokenLogprob]]],
         began: float,
+        *,
+        check: HiddenCheck | None = None,
+        prompt: Mapping[int, Callable[[], list[TokenLogprob]]] = MappingProxyType({}),
+        is_replayed: bool = False,
     ) -> None:
+        self.is_replayed = is_replayed
         self._step = step
         self._sampled = sampled
         self._masks = masks
-        self._q_indptr = tensors.q_indptr_host
         self._prompt = prompt
         self._began = began
-        self._nonfinite = OnTheWay(nonfinite)
+        self._check = check
         self.ids = OnTheWay(sampled.ids) if sampled else None
         self._is_finite = OnTheWay(sampled.is_finite) if sampled else None
 
@@ -291,10 +309,8 @@ class _Launched:
         """Why by span, and those of them whose constraint left no token."""
         failed: dict[int, str] = {}
         dead_ends: list[int] = []
-        nonfinite = self._nonfinite.arrived()
-        if nonfinite.any():
-            of_spans = np.add.reduceat(nonfinite, self._q_indptr[:-1], dtype=np.int64).nonzero()[0]
-            failed = dict.fromkeys(of_spans.tolist(), "non-finite hidden state")
+        if self._check is not None:
+            failed = dict.fromkeys(self._check.spans(), "non-finite hidden state")
         if self._is_finite is not None:
             for i in np.flatnonzero(~self._is_finite.arrived()).tolist():
                 span = self._step.sampled[i]
