@@ -217,10 +217,10 @@ def unsatisfied(schema: Schema, choice: pb.Choice) -> str | None:
     """What is wrong with an answer that says it is complete."""
     if choice.finish_reason != EOS:
         return None
+    # Formats of this draft: those of all drafts together have times without an offset.
+    formats = jsonschema.Draft202012Validator.FORMAT_CHECKER
     try:
-        jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(
-            json.loads(choice.text)
-        )
+        jsonschema.Draft202012Validator(schema, format_checker=formats).validate(json.loads(choice.text))
     except (ValueError, jsonschema.ValidationError) as error:
         return f"{json.dumps(schema)}: {choice.text}: {error}"
     return None
