@@ -73,9 +73,9 @@ class ConstraintChecks:
             self._compiler.compile(constraint)
         except ConstraintError as error:
             verdict = str(error)
-        except Exception as error:
+        except BaseException as error:
             log.exception("event=constraint_check_failed kind=%s", constraint.kind)
-            verdict = error
+            verdict = error if isinstance(error, Exception) else RuntimeError(repr(error))
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(self._settle, constraint, verdict)
 

@@ -103,7 +103,7 @@ class ConstraintDesk:
             spec = _constrained(entry.spec, self._compiler.compile(constraint))
         except ConstraintError as error:
             self._refuse(entry, AddStatus.INVALID, f"{constraint.kind}: {error}")
-        except Exception:
+        except BaseException:  # whatever it was, the request is answered
             logger.exception("event=constraint_failed request=%s", entry.spec.request_id)
             self._refuse(entry, AddStatus.INVALID, "internal error")
         else:

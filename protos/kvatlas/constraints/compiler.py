@@ -176,7 +176,12 @@ class Compiler:
         if (found := self.known(constraint)) is not None:
             return found
         began = time.perf_counter()
-        compiled = self._compile(grammar_of(constraint))
+        try:
+            compiled = self._compile(grammar_of(constraint))
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # the library's own; no Exception, to be overlooked
+                raise
+            raise ConstraintError("the library gives up on it") from None
         self._on_compiled(time.perf_counter() - began)
         with self._lock:
             self._kept[constraint] = compiled

@@ -4,6 +4,7 @@ The library recurses along a client's chains of rules: 8 MB of stack ended at ab
 the process. Memory of a stack is taken when it is touched.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from queue import Full, Queue
@@ -12,6 +13,7 @@ STACK_BYTES = 256 << 20
 """Room for chains of every length that MAX_CONSTRAINT_BYTES of text can hold."""
 
 _starting = threading.Lock()
+log = logging.getLogger("kvatlas.constraints")
 
 
 class DeepThreads:
@@ -52,4 +54,9 @@ class DeepThreads:
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            work()
+            try:
+                work()
+            except (
+                BaseException
+            ):  # who waits for it would wait for ever if the thread ended, and all after it
+                log.exception("event=work_failed thread=%s", threading.current_thread().name)
