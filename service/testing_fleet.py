@@ -46,8 +46,16 @@ class WorkerProcess:
     def start(self) -> None:
         """Begins a life; returns at once."""
         assert self.process is None or self.process.poll() is not None, "it lives"
-        command = [sys.executable, "-m", "worker", "--worker-id", self.worker_id, "--metrics-port", "-1"]
-        command += ["--engine-address", self._engine, "--pages-address", self._pages, *self._flags]
+        command = [sys.executable, "-m", "worker", "--parent-watch", "--worker-id", self.worker_id]
+        command += [
+            "--metrics-port",
+            "-1",
+            "--engine-address",
+            self._engine,
+            "--pages-address",
+            self._pages,
+            *self._flags,
+        ]
         environment = {**child_environment(), "OMP_NUM_THREADS": "1"}
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)

@@ -35,7 +35,14 @@ class Processes:
         self.worker.start()
         self.address = f"unix:{folder}/public.sock"
         command = [sys.executable, "-m", "service", "--address", self.address, "--model", "random:tiny"]
-        command += ["--workers", self.worker.address, "--metrics-address", "", "--no-access-log"]
+        command += [
+            "--workers",
+            self.worker.address,
+            "--metrics-address",
+            "",
+            "--no-access-log",
+            "--parent-watch",
+        ]
         self.service = subprocess.Popen(command, env=child_environment(), stderr=subprocess.DEVNULL)
         self._channel = grpc.insecure_channel(self.address)
         make: Any = server_pb2_grpc.ServerServiceStub
