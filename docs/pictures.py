@@ -52,7 +52,10 @@ def _pick_active_page(page: Page) -> None:
 
 
 def ask_what_if(page: Page) -> None:
-    """Today's settings; the answer takes seconds."""
+    """Today's settings, the last minutes; the answer takes seconds."""
+    page.get_by_test_id("stSelectbox").first.locator("input").click()
+    page.get_by_role("option", name="5 min", exact=True).click()
+    page.wait_for_timeout(1000)
     page.get_by_role("button", name="Run", exact=True).click()
     page.get_by_text("Twice the memory").wait_for(timeout=120_000)
     page.wait_for_timeout(3000)
