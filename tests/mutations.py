@@ -170,8 +170,8 @@ FAULTS = [
     Fault(
         "trie ignores the salt on both sides",
         TRIE,
-        "        above: int | bytes = salt\n        for token_bytes",
-        '        above: int | bytes = b""\n        for token_bytes',
+        "        above: int | bytes = salt\n        raw",
+        '        above: int | bytes = b""\n        raw',
     ),
     Fault(
         "dummy page handed out",
@@ -200,8 +200,8 @@ FAULTS = [
     Fault(
         "a hit does not refresh recency (H4)",
         CACHE,
-        "                self._policy.hold(page)\n\n    def allocate",
-        "                pass\n\n    def allocate",
+        "        self._policy.hold_all(self.pool.share(pages, owner, is_hit))",
+        "        self.pool.share(pages, owner, is_hit)",
     ),
     Fault(
         "newest use goes first (H4)",
@@ -310,8 +310,32 @@ FAULTS = [
     Fault(
         "evicted prefixes forgotten at once",
         TRIE,
-        "            remember(prints[page])",
+        "            marks.append(prints[page])",
         "            pass",
+    ),
+    Fault(
+        "sealed together: what follows a duplicate is left out",
+        COMMIT,
+        "            left = left[count + 1 :]",
+        "            left = left[count + 2 :]",
+    ),
+    Fault(
+        "sealed together: behind a page that was flushed",
+        COMMIT,
+        " != index + 1 or (index and not is_sealed(own[index - 1])):",
+        " != index + 1:",
+    ),
+    Fault(
+        "a kept look-up is taken for that of a changed index",
+        ADMISSION,
+        "        if version != cache.index.version or known_most != most:",
+        "        if version < 0 or known_most != most:",
+    ),
+    Fault(
+        "progress read off the batch is ahead of the device",
+        "worker/scheduling/views.py",
+        "[start - ahead for start in batch.starts]",
+        "[start for start in batch.starts]",
     ),
     Fault(
         "samples share the page of the last prompt token",

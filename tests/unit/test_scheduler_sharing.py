@@ -378,3 +378,21 @@ def test_hit_pages_become_active_again_and_are_cached_at_the_end() -> None:
     assert [pool.state(page) for page in chain] == [PageState.ACTIVE] * 2
     harness.run()
     assert [pool.state(page) for page in chain] == [PageState.CACHED] * 2
+
+
+@BOTH
+def test_a_duplicate_holds_up_nobody_who_fills_a_page_in_the_same_step(overlap: bool) -> None:
+    """H1: of two equal answers one page is kept; the page after them is found from that step on, too."""
+    harness = make(overlap)
+    for number, first in enumerate((7, 7, 9), 1):
+        harness.add(request(number, [first, 2, 3], max_tokens=8))
+    pool = harness.scheduler.cache.pool
+    harness.turn()
+    while not pool.is_sealed(pages(harness, 1)[0]):
+        harness.turn()
+    assert pages(harness, 1)[0] == pages(harness, 2)[0]
+    assert pool.is_sealed(pages(harness, 3)[0])
+    harness.run()
+    check(
+        harness, *[request(number, [first, 2, 3], max_tokens=8) for number, first in ((1, 7), (2, 7), (3, 9))]
+    )
