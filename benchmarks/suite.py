@@ -61,6 +61,7 @@ STAGES: tuple[Stage, ...] = (
         "fp8-8b", f"python -m benchmarks.offline --model {LARGE} --weight-dtype fp8 --kv-dtype fp8", 70, 150
     ),
     Stage("deterministic-0.6b", f"python -m benchmarks.offline --model {SMALL} --deterministic", 50, 120),
+    Stage("observation", f"python -m benchmarks.observation --device cuda --model {SMALL}", 110, 240),
     Stage("backends", "python -m benchmarks.kernels.backends", 150, 300),
     Stage(
         "memcheck",
