@@ -146,7 +146,7 @@ def test_rows_that_the_kernel_does_not_draw_still_replay_a_graph(monkeypatch):
     monkeypatch.setattr(graphs, "_captures", True)
     monkeypatch.setattr(graphs, "_captured", capture)
     for rows in ([0, 1, 2], [0, 1, 2, 3], [2]):
-        logits, on_device, lens = graphs.run_forward(rows, [3] * len(rows))
+        logits, (on_device, lens) = graphs.run_forward(rows, [3] * len(rows))
         assert (len(logits), on_device.tolist(), lens.tolist()) == (len(rows), rows, [3] * len(rows))
         assert logits.shape[1] >= CONFIG.vocab_size
     assert captured == [4, 1]

@@ -130,8 +130,10 @@ class DecodeGraphs:
             self.body(size, with_filters)
         return self._scratch.results
 
-    def run_forward(self, rows: Sequence[int], kv_lens: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queues one decode step without its draw: logits, rows and kv_lens on the device, as many as rows.
+    def run_forward(
+        self, rows: Sequence[int], kv_lens: Sequence[int]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Queues one decode step without its draw: logits; rows and kv_lens on the device, as many as rows.
 
         All three are overwritten by the next run. For rows that something other than the kernel draws; the
         first step of a size captures its graph.
@@ -146,8 +148,8 @@ class DecodeGraphs:
         else:
             self.forward_body(size)
         assert self._logits is not None
-        on_device = self.columns(size)
-        return self._logits[:count], on_device[0][:count], on_device[1][:count]
+        rows_there, lens_there = self.columns(size)
+        return self._logits[:count], (rows_there[:count], lens_there[:count])
 
     def close(self) -> None:
         """Lets go of the graphs and their memory."""

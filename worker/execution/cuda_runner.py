@@ -149,7 +149,7 @@ class CudaRunner(TorchRunner):
         Masks of constraints are made meanwhile.
         """
         pending = self.constraint_masks.begin(rows, ends)
-        logits, *there = self.graphs.run_forward(step.rows, step.ends)
+        logits, there = self.graphs.run_forward(step.rows, step.ends)
         masks = pending.result() if pending is not None else None
         sampled = self._draw_special(logits, rows, ends, there, masks)
         self.token_pool.write(*there, sampled.ids)
@@ -159,7 +159,12 @@ class CudaRunner(TorchRunner):
         return launched
 
     def _draw_special(
-        self, logits: Tensor, rows: HostRows, ends: HostRows, there: Sequence[Tensor], masks: StepMasks | None
+        self,
+        logits: Tensor,
+        rows: HostRows,
+        ends: HostRows,
+        there: tuple[Tensor, Tensor],
+        masks: StepMasks | None,
     ) -> Sampled:
         """One token per row by the plain sampler; `there`: rows and ends on the device."""
         return self._sampler.sample(logits, rows, ends, masks)

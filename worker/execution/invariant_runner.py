@@ -33,7 +33,12 @@ class InvariantRunner(CudaRunner):
         return sampled
 
     def _draw_special(
-        self, logits: Tensor, rows: HostRows, ends: HostRows, there: Sequence[Tensor], masks: StepMasks | None
+        self,
+        logits: Tensor,
+        rows: HostRows,
+        ends: HostRows,
+        there: tuple[Tensor, Tensor],
+        masks: StepMasks | None,
     ) -> Sampled:
         of_row = masks.by_index() if masks is not None else {}
         return merged([self._one(logits, rows, ends, there, i, of_row.get(i)) for i in range(len(rows))])
@@ -43,7 +48,7 @@ class InvariantRunner(CudaRunner):
         logits: Tensor,
         rows: HostRows,
         ends: HostRows,
-        there: Sequence[Tensor],
+        there: tuple[Tensor, Tensor],
         index: int,
         masks: StepMasks | None,
     ) -> Sampled:
