@@ -328,7 +328,7 @@ FAULTS = [
     Fault(
         "a kept look-up is taken for that of a changed index",
         ADMISSION,
-        "        if version != cache.index.version or known_most != most:",
+        "        if version != index.version or known_most != most:",
         "        if version < 0 or known_most != most:",
     ),
     Fault(

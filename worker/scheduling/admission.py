@@ -120,20 +120,20 @@ class Admission:
     def need(self, sequence: Sequence) -> Need:
         """What it would take now."""
         books = self._books
-        spec = sequence.request.spec
-        lookup = self._look_up(sequence, spec.cache_salt)
-        fresh = books.cache.pages_for(sequence.num_final_tokens) - len(lookup.pages)
+        pages = self.known_pages(sequence)
+        lookup = Lookup(pages, books.cache.pool.unreferenced(pages) if pages else 0)
+        fresh = books.cache.pages_for(sequence.num_final_tokens) - len(pages)
         num_siblings = sequence.request.num_live - 1 if sequence.request.admit_time is None else 0
         return Need(lookup, fresh, num_siblings)
 
-    def _look_up(self, sequence: Sequence, salt: bytes) -> Lookup:
+    def known_pages(self, sequence: Sequence) -> list[int]:
         """What the cache has of it. Asked when it comes and when it is let in, mostly of the same index."""
-        cache, most = self._books.cache, self.max_hit_pages(sequence)
+        index, most = self._books.cache.index, self.max_hit_pages(sequence)
         version, known_most, pages = sequence.known_prefix
-        if version != cache.index.version or known_most != most:
-            pages = cache.index.match(sequence.tokens, salt, most)
-            sequence.known_prefix = (cache.index.version, most, pages)
-        return Lookup(pages, cache.pool.unreferenced(pages) if pages else 0)
+        if version != index.version or known_most != most:
+            pages = index.match(sequence.tokens, sequence.request.spec.cache_salt, most)
+            sequence.known_prefix = (index.version, most, pages)
+        return pages
 
     def why_not(self, sequence: Sequence, room: int, promised: int) -> tuple[WaitReason, Need | None]:
         """Whether it can be admitted now; ``room``: available pages, ``promised``: to running prompts."""

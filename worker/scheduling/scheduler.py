@@ -88,8 +88,8 @@ class Scheduler:
         books.requests[first.rank[1]] = request
         books.num_queued += 1
         position = books.queue.add(first)
-        hit_pages = self._admission.need(first).lookup.pages
-        request.uncached_tokens = len(first.tokens) - len(hit_pages) * self.config.page_size
+        num_hits = len(self._admission.known_pages(first))
+        request.uncached_tokens = len(first.tokens) - num_hits * self.config.page_size
         books.uncached_tokens += request.uncached_tokens
         self._set_timers(spec, first.rank[1])
         if books.tell is not None:
