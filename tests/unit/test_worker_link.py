@@ -45,6 +45,9 @@ from worker.scheduling.request import AbortReason, AddOutcome, AddStatus, Reques
 from worker.stats import EngineCounts
 from worker.status import StepMark, first_board
 
+SILENCE_SECONDS = 3.0
+"""Until a service is lost, where that is tested: longer than a loaded machine holds up one that speaks."""
+
 
 class Peer(TestService):
     """A service of these tests."""
@@ -269,7 +272,7 @@ def test_goodbye_ends_the_session(bench: LinkBench) -> None:
 
 
 def test_a_silent_service_loses_its_sequences_and_one_that_speaks_does_not(tmp_path: Path) -> None:
-    bench = LinkBench(tmp_path, silence_seconds=1.5)
+    bench = LinkBench(tmp_path, silence_seconds=SILENCE_SECONDS)
     try:
         check_silence(bench)
     finally:
@@ -278,6 +281,7 @@ def test_a_silent_service_loses_its_sequences_and_one_that_speaks_does_not(tmp_p
 
 def check_silence(bench: LinkBench) -> None:
     silent, speaking = bench.service("silent"), bench.service("speaking")
+    began = time.monotonic()  # before the silent one speaks for the last time
     silent.hello()
     speaking.hello()
     dropped: list[EngineCommand] = []
@@ -286,12 +290,11 @@ def check_silence(bench: LinkBench) -> None:
         dropped.extend(bench.commands.drain())
         return bool(dropped)
 
-    began = time.monotonic()
     while not is_dropped():
         speaking.heartbeat()
         speaking.read(0.05)
         assert time.monotonic() - began < WAIT_SECONDS
-    assert time.monotonic() - began > 1.4
+    assert time.monotonic() - began >= SILENCE_SECONDS
     assert [command.source.partition("#")[0] for command in dropped] == ["silent"]  # type: ignore[union-attr]
 
 
