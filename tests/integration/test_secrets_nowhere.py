@@ -71,6 +71,7 @@ class Run:
 
     folder: Path
     collector: Collector
+    hold: Any  # of the worker's steps
     address: str = ""
     admin: str = ""
     metrics: list[str] = field(default_factory=list)  # urls
@@ -119,9 +120,10 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, wait_until: Any) -> Iterator[Run]:
+def run(tmp_path_factory: pytest.TempPathFactory, wait_until: Any, make_hold: Any) -> Iterator[Run]:
     folder, collector = tmp_path_factory.mktemp("secrets"), Collector()
-    made = Run(folder, collector)
+    made = Run(folder, collector, make_hold())
+    made.hold.off()
     entries = [
         f'[[principal]]\nname = "{name}"\ntenant = "{name}"\nscopes = {SCOPES[name]}\n'
         f'token_sha256 = ["{hashlib.sha256(TOKENS[name].encode()).hexdigest()}"]\n'
@@ -133,7 +135,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, wait_until: Any) -> Iterator[R
     engine = f"ipc://{folder}/engine"
     worker = ["--runner", "fake", "--metrics-port", "0", "--engine-address", engine]
     worker += ["--pages-address", f"ipc://{folder}/pages", "--recordings", str(folder / "recordings")]
-    worker += ["--page-size", "4", "--num-pages", "400", "--max-context", "512"]
+    worker += ["--page-size", "4", "--num-pages", "400", "--max-context", "512", *made.hold.flags]
     service = ["--workers", engine, "--address", "127.0.0.1:0", "--admin-address", f"unix:{folder}/admin"]
     service += ["--metrics-address", "127.0.0.1:0", "--auth-file", str(auth), "--drain-listen", "0"]
     service += ["--otlp-endpoint", f"http://127.0.0.1:{collector.port}", "--grace", "1"]
@@ -272,6 +274,7 @@ def test_no_secret_is_in_anything_that_a_run_leaves_behind(run: Run, wait_until:
 
 def test_labels_and_names_of_others_are_for_the_operator_alone(run: Run, wait_until: Any) -> None:
     """The counterpart: labels do reach the server, and the scope `admin` sees them."""
+    run.hold.on()
     token = TOKENS["tenant-a"]
     spec = pb.GenerationSpec(text="x", stop={"max_tokens": 400, "ignore_eos": True}, request_id="held-1")
     spec.labels["team"] = CANARIES["label"]
@@ -295,6 +298,7 @@ def test_labels_and_names_of_others_are_for_the_operator_alone(run: Run, wait_un
             word in shown("tenant-b") for word in (b"held-1", CANARIES["label"].encode(), b"tenant-a")
         )
         stream.cancel()
+    run.hold.off()
 
 
 def test_the_config_that_is_printed_holds_no_secret(run: Run) -> None:
