@@ -1,6 +1,8 @@
 """Constraints compiled for a vocabulary: what they allow, what is refused and why, and that nothing harms."""
 
 import json
+import subprocess
+import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -202,6 +204,24 @@ def in_deep_thread(work: Callable[[], object]) -> object:
     done.wait()
     threads.close()
     return found[0]
+
+
+def test_the_end_of_the_process_waits_for_what_runs() -> None:
+    """A thread that came back from the library afterwards ended the process by SIGSEGV."""
+    script = """
+import threading, time
+from kvatlas.constraints.threads import DeepThreads
+begun = threading.Event()
+def work():
+    begun.set()
+    time.sleep(0.5)
+    print("done", flush=True)
+threads = DeepThreads("test", num_threads=2)
+threads.submit(work)
+begun.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
 def chain(rule: Callable[[int], str], last: str) -> str:

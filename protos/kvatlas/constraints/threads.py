@@ -4,15 +4,22 @@ The library recurses along a client's chains of rules: 8 MB of stack ended at ab
 the process. Memory of a stack is taken when it is touched.
 """
 
+import atexit
 import logging
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from queue import Full, Queue
 
 STACK_BYTES = 256 << 20
 """Room for chains of every length that MAX_CONSTRAINT_BYTES of text can hold."""
 
+END_SECONDS = 10.0
+"""How long the end of the process waits for work that runs: compiling is bounded by far less."""
+
 _starting = threading.Lock()
+_alive: "weakref.WeakSet[DeepThreads]" = weakref.WeakSet()
 log = logging.getLogger("kvatlas.constraints")
 
 
@@ -33,6 +40,7 @@ class DeepThreads:
                     thread.start()
             finally:
                 threading.stack_size(before)
+        _alive.add(self)
 
     def submit(self, work: Callable[[], None]) -> bool:
         """Queues work, which must not raise; False: there is no room, or no more time."""
@@ -52,6 +60,12 @@ class DeepThreads:
         for _ in self._threads:
             self._work.put(None)
 
+    def join(self, seconds: float) -> None:
+        """Waits for the threads' end after `close`, but not for longer."""
+        limit = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, limit - time.monotonic()))
+
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             try:
@@ -60,3 +74,14 @@ class DeepThreads:
                 BaseException
             ):  # who waits for it would wait for ever if the thread ended, and all after it
                 log.exception("event=work_failed thread=%s", threading.current_thread().name)
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that comes back from the library while the interpreter is taken apart ends the process by a
+    signal: the interpreter unwinds it, and the library is not made for that."""
+    left = list(_alive)
+    for threads in left:
+        threads.close()
+    for threads in left:
+        threads.join(END_SECONDS)
