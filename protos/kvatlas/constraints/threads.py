@@ -70,9 +70,7 @@ class DeepThreads:
         while (work := self._work.get()) is not None:
             try:
                 work()
-            except (
-                BaseException
-            ):  # who waits for it would wait for ever if the thread ended, and all after it
+            except BaseException:  # else the thread ends, and whoever waits for work behind this waits for ever
                 log.exception("event=work_failed thread=%s", threading.current_thread().name)
 
 
