@@ -70,7 +70,7 @@ class DeepThreads:
         while (work := self._work.get()) is not None:
             try:
                 work()
-            except BaseException:  # else the thread ends, and whoever waits for work behind this waits for ever
+            except BaseException:  # else the thread ends, and what waits behind this work waits for ever
                 log.exception("event=work_failed thread=%s", threading.current_thread().name)
 
 
