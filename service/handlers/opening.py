@@ -100,7 +100,8 @@ class Opening:
         """Puts output that the client has already before the answer. Raises Failure where it cannot be so."""
         if not token_ids:
             return
-        if found := validate.resumption(token_ids, run.request, facts.vocab_size):
+        eos_ids = facts.model.eos_token_ids
+        if found := validate.resumption(token_ids, run.request, facts.vocab_size, eos_ids):
             raise errors.invalid_fields(found)
         choice = run.choices[0]
         choice.begin_behind(token_ids)

@@ -7,7 +7,7 @@ a rule per item (a generic validator took 1.8 ms for 8 192 ids with a rule per i
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,14 +110,19 @@ def stream_options(options: pb.StreamOptions) -> list[Violation]:
     return found.found
 
 
-def resumption(token_ids: Sequence[int], request: Request, vocab_size: int) -> list[Violation]:
-    """All that is wrong with output that an answer is to begin behind."""
-    found = Violations()
+def resumption(
+    token_ids: Sequence[int], request: Request, vocab_size: int, eos_ids: Collection[int]
+) -> list[Violation]:
+    """All that is wrong with output that an answer is to begin behind; not empty."""
+    found, stops = Violations(), request.stops
     found.ids("resume_after.ids", token_ids, vocab_size)
+    is_last = token_ids[-1] in stops.token_ids or (token_ids[-1] in eos_ids and not stops.ignore_eos)
+    if is_last and len(token_ids) > stops.min_tokens:
+        found.add("resume_after", f"ends with token {token_ids[-1]}, which ended the answer")
     if request.num_samples > 1:
         found.add("resume_after", f"is of one sample, {request.num_samples} are asked for")
-    if len(token_ids) >= request.stops.max_tokens:
-        found.add("resume_after", f"{len(token_ids)} tokens are not fewer than {request.stops.max_tokens}")
+    if len(token_ids) >= stops.max_tokens:
+        found.add("resume_after", f"{len(token_ids)} tokens are not fewer than {stops.max_tokens}")
     return found.found
 
 

@@ -14,6 +14,8 @@ from kvatlas.v1 import generation_pb2_grpc
 
 MAX_TOKENS = 24
 CALL_SECONDS = 120.0
+EOS = 257  # of the toy vocabulary
+STOP_AT_9 = pb.StopCriteria(max_tokens=MAX_TOKENS, stop_token_ids=[9])
 
 
 @pytest.fixture
@@ -119,6 +121,8 @@ def refusal(stub: Any, request: pb.StreamGenerateRequest) -> KvatlasError:
         ([1, 2, 10**6], {}, "resume_after.ids", "1000000 is not below"),
         ([5] * MAX_TOKENS, {}, "resume_after", "24 tokens are not fewer than 24"),
         ([5], {"sampling": pb.SamplingParams(n=2)}, "resume_after", "of one sample, 2 are asked for"),
+        ([5, EOS], {}, "resume_after", f"ends with token {EOS}, which ended the answer"),
+        ([5, 9], {"stop": STOP_AT_9}, "resume_after", "ends with token 9, which ended the answer"),
     ],
 )
 def test_output_that_the_request_cannot_have_had_is_refused(

@@ -168,6 +168,7 @@ def test_the_next_call_has_the_seed_and_the_id_that_started_told_and_no_queue_ti
 
 
 def test_a_single_sample_goes_on_behind_what_was_delivered() -> None:
+    """From the last message on, which may have been the end: behind an EOS nothing may follow."""
     course = course_of(stream_request(stop=pb.StopCriteria(max_tokens=NUM_TOKENS)))
     course.take(started(course.next_call()[0], 5))
     texts = []
@@ -177,17 +178,28 @@ def test_a_single_sample_goes_on_behind_what_was_delivered() -> None:
         texts.append(event.text)
     course.wait_seconds(lost())
     again = course.next_call()[0]
-    assert list(again.resume_after.ids) == [token_of(5, 0, number) for number in range(5)]
+    known = [token_of(5, 0, number) for number in range(2)]
+    assert list(again.resume_after.ids) == known
     course.take(started(again, 5))
-    event = course.take(delta(5, 0, 5, NUM_TOKENS, ids=True))
+    event = course.take(delta(5, 0, 2, NUM_TOKENS, ids=True))
     assert isinstance(event, Delta)
     assert (event.token_offset, event.token_count) == (5, NUM_TOKENS - 5)
     assert "".join(texts) + event.text == text_of(5, 0, NUM_TOKENS)
-    course.wait_seconds(lost())  # all tokens are here, their end is not: nothing could follow them
-    assert not course.next_call()[0].resume_after.ids
+    course.wait_seconds(lost())  # all tokens are here, their end is not
+    assert list(course.next_call()[0].resume_after.ids) == known
     course.take(started(course.next_call()[0], 5))
-    assert course.take(delta(5, 0, 0, NUM_TOKENS, ids=True)) is None
+    assert course.take(delta(5, 0, 2, NUM_TOKENS, ids=True)) is None
     assert isinstance(course.take(finished(0)), Finished)
+
+
+def test_text_without_a_token_is_no_place_to_go_on_from() -> None:
+    """What is left at the end comes behind the last token, which may be what ended the answer."""
+    course = course_of(stream_request())
+    course.take(started(course.next_call()[0], 5))
+    for begin, end in ((0, 3), (3, 4), (4, 4)):
+        course.take(delta(5, 0, begin, end, ids=True))
+    course.wait_seconds(lost())
+    assert len(course.next_call()[0].resume_after.ids) == 3
 
 
 def test_several_samples_are_repeated_and_a_stream_that_begins_elsewhere_is_incomplete() -> None:
@@ -198,7 +210,8 @@ def test_several_samples_are_repeated_and_a_stream_that_begins_elsewhere_is_inco
     assert not course.next_call()[0].resume_after.ids
     single = course_of(stream_request())
     single.take(started(single.next_call()[0], 5))
-    single.take(delta(5, 0, 0, 3, ids=True))
+    for begin, end in ((0, 3), (3, 5)):
+        single.take(delta(5, 0, begin, end, ids=True))
     single.wait_seconds(lost())
     single.take(started(single.next_call()[0], 5))
     with pytest.raises(Incomplete, match="number 2 came"):
@@ -410,7 +423,7 @@ def test_a_stream_goes_on_after_its_server_was_lost_twice(
     assert whole.choices[0].token_ids == (ids if output == "both" else ())
     assert resumes == 2
     assert [request.spec.sampling.seed for request in server.requests] == [0, 40, 40]
-    assert [tuple(request.resume_after.ids) for request in server.requests] == [(), ids[:4], ids[:7]]
+    assert [tuple(request.resume_after.ids) for request in server.requests] == [(), ids[:3], ids[:6]]
 
 
 @pytest.mark.parametrize("read", [read_blocking, read_async])

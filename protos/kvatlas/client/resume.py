@@ -2,11 +2,12 @@
 
 Owns the rule of going on. A server resumes what its workers lose; when the server itself is lost in mid
 stream, the same request goes to whoever answers at the address: same id, same prompt, and the seed that
-`started` told. A single sample says what was delivered (`resume_after`), and goes on behind it after one
-prefill. Several samples, and a server that does not know of that, compute everything again; then what
-comes is compared with what was delivered, token by token and character by character: equal parts are passed
-over, the first difference is an Incomplete. So a reader sees every token once, whatever happened, and never
-two that contradict each other. Knows no channel and no thread: shared by the sync and the async stream.
+`started` told. A single sample says what was delivered before the last message (`resume_after`), and goes on
+behind it after one prefill: if that message held the end of the answer, it comes again. Several samples, and
+a server that does not know of that, compute everything again; then what comes is compared with what was
+delivered, token by token and character by character: equal parts are passed over, the first difference is an
+Incomplete. So a reader sees every token once, whatever happened, and never two that contradict each other.
+Knows no channel and no thread: shared by the sync and the async stream.
 """
 
 import random
@@ -43,6 +44,9 @@ class _Delivered:
     num_tokens: int = 0
     texts: list[str] = field(default_factory=list)
     end: Finished | None = None
+    # Where the last message began, in tokens and in characters: a call that goes on repeats that message.
+    resume_at: int = 0
+    resume_chars: int = 0
     # Of the present call: how far it has come, and the text that it must repeat.
     has_begun: bool = False
     to_repeat: str = ""
@@ -157,12 +161,14 @@ class Course:
         if choice is None or choice.has_begun:
             return
         choice.has_begun = True
-        if self._request.resume_after.ids and delta.token_offset == choice.num_tokens:
-            self._order.begin_behind(delta.index, choice.num_tokens)
-            choice.chars_seen = len(choice.to_repeat)
+        if self._request.resume_after.ids and delta.token_offset == choice.resume_at:
+            self._order.begin_behind(delta.index, choice.resume_at)
+            choice.chars_seen = choice.resume_chars
 
     def _news(self, delta: Delta) -> Delta | None:
         choice = self._choices.setdefault(delta.index, _Delivered())
+        if delta.token_count and delta.token_offset > choice.resume_at:
+            choice.resume_at, choice.resume_chars = delta.token_offset, choice.chars_seen
         known = min(delta.token_count, max(0, choice.num_tokens - delta.token_offset))
         text = self._new_text(choice, delta)
         self._compare_ids(choice, delta, known)
@@ -246,12 +252,9 @@ class Course:
         request, first = self._request, self._choices.get(0)
         request.ClearField("resume_after")
         is_single = not request.spec.sampling.HasField("n") or request.spec.sampling.n == 1
-        if is_single and first is not None and first.end is None and self._may_be_more_than(first.num_tokens):
-            request.resume_after.ids.extend(first.token_ids)
-
-    def _may_be_more_than(self, num_tokens: int) -> bool:
-        stop = self._request.spec.stop
-        return not stop.HasField("max_tokens") or num_tokens < stop.max_tokens
+        if is_single and first is not None and first.end is None:
+            # The last token may be the one that ended the answer, so it is computed again.
+            request.resume_after.ids.extend(first.token_ids[: first.resume_at])
 
     def _ask_for_ids(self) -> None:
         """A run is compared by its ids, also where the reader wants text only."""
