@@ -81,8 +81,11 @@ def test_a_run_with_a_failed_stream_a_wrong_answer_or_a_held_page_is_no_good_run
         return found
 
     assert outcome().faults() == []
+    assert outcome(opened=2000, ended=Counter(whole=1998, WORKER_LOST=2)).faults() == []
     for bad in (
         {"ended": Counter(whole=1, WORKER_LOST=1)},
+        {"opened": 2000, "ended": Counter(whole=1997, WORKER_LOST=3)},
+        {"opened": 2000, "ended": Counter(whole=1999, INTERNAL=1)},
         {"ended": Counter(whole=1)},
         {"mismatches": 1},
         {"leaked_pages": {"worker-0": 3}},
