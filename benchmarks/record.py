@@ -47,7 +47,7 @@ def device_name() -> str:
 def _circumstances(packages: Sequence[str]) -> dict[str, Any]:
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": "python -m " + " ".join([_module_name(), *sys.argv[1:]]),
+        "command": "python -m " + " ".join([_module_name(), *map(_without_folder, sys.argv[1:])]),
         "commit": _commit(),
         "cpu": _cpu_name(),
         "cpus": os.cpu_count(),
@@ -63,6 +63,11 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+def _without_folder(argument: str) -> str:
+    """A file is told by its name: where it lies is that machine's business."""
+    return Path(argument).name if argument.startswith("/") else argument
 
 
 def _module_name() -> str:

@@ -1,8 +1,13 @@
 """What the benchmarks make of what they saw: workloads, rates, gaps, ratios, the timeline of a start."""
 
+import json
+import sys
+from pathlib import Path
+
 import pytest
 
 from benchmarks.peers.__main__ import ratios
+from benchmarks.record import write_result
 from benchmarks.serving_cases import first_token_ms, gaps_ms, percentiles, rate
 from benchmarks.startup import timeline
 from benchmarks.workloads import HIGHEST_ID, LOWEST_ID, fixed, id_limit, named, published
@@ -76,3 +81,10 @@ def test_the_timeline_counts_from_the_start_and_names_phases() -> None:
         {"at": 0.5, "event": "listening"},
         {"at": 2.25, "event": "phase", "phase": "capture", "seconds": "1.5"},
     ]
+
+
+def test_a_result_names_files_without_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", "--model", "/srv/models/small.gguf", "--minutes", "3"])
+    found = json.loads(write_result("try", {"a": 1}, ["torch"], tmp_path).read_text())
+    assert found["command"].endswith(" --model small.gguf --minutes 3")
+    assert (found["name"], found["figures"]) == ("try", {"a": 1})
