@@ -128,6 +128,8 @@ class InfoServicer(server_pb2_grpc.ServerServiceServicer):
                 oldest = max(oldest, self._loop.time() - link.beat_time)
             worker.worker_id = link.worker_id
             worker.state = pool.state_of(link)  # type: ignore[assignment]
+            # Known from the start; a worker's first beats come before its readers have counted anything.
+            worker.total_pages = link.facts.page_count - 1
         if (wait_ms := self._backstage.estimated_wait_ms()) is not None:
             load.estimated_wait.CopyFrom(to_duration(wait_ms / 1000))
         load.age.CopyFrom(to_duration(oldest))
