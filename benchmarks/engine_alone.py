@@ -1,13 +1,16 @@
 """The engine without a service, in a process of its own: what benchmarks/serving.py is compared with.
 
-    python -m benchmarks.engine_alone '{"model": "random:tiny", "settings": {...}, "scale": 0.1}'
+    python -m benchmarks.engine_alone '{"model": "random:tiny", "settings": {...}, "scale": 0.1,
+        "with_offline": true, "marks": ""}'
 
-Prints one line of JSON, the fields of serving_cases.Alone.
+Prints one line of JSON, the fields of serving_cases.Alone. `marks`: a folder for the times of its steps'
+stations (benchmarks/serving_marks.py).
 """
 
 import json
 import sys
 import time
+from pathlib import Path
 
 from benchmarks.offline import Engine, measure
 from benchmarks.record import percentile
@@ -18,6 +21,7 @@ from benchmarks.serving_cases import (
     offline_workload,
     prompt_length,
 )
+from benchmarks.serving_marks import Marks, mark_engine
 from benchmarks.workloads import fixed, id_limit
 from worker.config import WorkerConfig
 
@@ -26,16 +30,24 @@ def main() -> None:
     """Every workload twice, the second pass counts."""
     order = json.loads(sys.argv[1])
     scale, limit = order["scale"], id_limit(order["model"])
+    marks = Marks()
+    if order["marks"]:
+        mark_engine(marks, "torch")
     engine = Engine(WorkerConfig(model=order["model"], **order["settings"]))
     workload = offline_workload(scale).within(limit)
-    rates = [measure(engine, workload)["tokens_per_second"] for _ in range(2)]
+    passes = 2 if order["with_offline"] else 0
+    rates = [measure(engine, workload)["tokens_per_second"] for _ in range(passes)]
     first_tokens = []
     for number in range(FIRST_TOKEN_RUNS):
+        if number == WARM_UP_RUNS:
+            marks.passed.clear()
         time.sleep(LEAD_SECONDS)  # as long as between two served requests: clocks of an idle device drop
         workload = fixed(1, prompt_length(scale), 4, seed=number).within(limit)
         first_tokens.append(engine.run(workload).first_token * 1000)
+    if order["marks"]:
+        marks.write(Path(order["marks"]), "alone")
     figures = {
-        "offline_rate": rates[1],
+        "offline_rate": rates[-1] if rates else None,
         "first_token_ms": round(percentile(first_tokens[WARM_UP_RUNS:], 0.5), 2),
     }
     sys.stdout.write("\n" + json.dumps(figures) + "\n")

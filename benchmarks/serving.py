@@ -44,7 +44,8 @@ def main() -> None:
     settings |= {"max_batch_tokens": options.max_batch_tokens, "max_chunk_tokens": options.max_chunk_tokens}
     alone = None
     if not options.no_engine_alone:
-        alone = engine_alone(options.model, settings, options.scale)
+        with_offline = "offline256" in options.cases
+        alone = engine_alone(options.model, settings, options.scale, with_offline=with_offline)
         print(alone, flush=True)
     rows: list[dict[str, Any]] = []
     flags = {name.replace("_", "-"): value for name, value in settings.items()}
@@ -71,9 +72,13 @@ def engine_settings(device: str, scale: float) -> dict[str, Any]:
     return settings | ({"memory_ratio": 0.8} if device == "cuda" else {"num_pages": 16_384})
 
 
-def engine_alone(model: str, settings: dict[str, Any], scale: float) -> Alone:
+def engine_alone(
+    model: str, settings: dict[str, Any], scale: float, *, with_offline: bool, marks: str = ""
+) -> Alone:
     """The engine without a service, in a process that is gone before the stack starts."""
-    order = json.dumps({"model": model, "settings": settings, "scale": scale})
+    order = json.dumps(
+        {"model": model, "settings": settings, "scale": scale, "with_offline": with_offline, "marks": marks}
+    )
     command = [sys.executable, "-m", "benchmarks.engine_alone", order]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return Alone(**json.loads(done.stdout.splitlines()[-1]))

@@ -147,7 +147,7 @@ class Meter:
 class Alone:
     """What the engine did without a service, in the same run."""
 
-    offline_rate: float  # output tokens/s
+    offline_rate: float | None  # output tokens/s; None: not asked for
     first_token_ms: float  # median
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -47,10 +47,12 @@ def run_stack(
     ready_seconds: float = 120.0,
     worker_environment: Mapping[str, str] = MappingProxyType({}),
     worker_log: Path | None = None,
+    through: Sequence[str] = (),
 ) -> Iterator[Stack]:
     """Starts, waits until every service has a warm worker, and ends all of it. Raises StackDied.
 
-    The worker's log goes to a file where one is named, else to this process's errors.
+    The worker's log goes to a file where one is named, else to this process's errors. `through`: a module
+    that starts the processes, and its arguments, instead of `python -m worker` and `python -m service`.
     """
     with tempfile.TemporaryDirectory(prefix="kvatlas-bench-") as name, contextlib.ExitStack() as stack:
         folder, began = Path(name), time.monotonic()
@@ -64,13 +66,13 @@ def run_stack(
             **worker_settings,
         }
         log = stack.enter_context(worker_log.open("wb")) if worker_log is not None else None
-        worker = stack.enter_context(_process("worker", flags, worker_environment, log))
+        worker = stack.enter_context(_process([*through, "worker"], flags, worker_environment, log))
         addresses, processes = [], [worker]
         for _ in range(services):
             addresses.append(f"127.0.0.1:{_free_port()}")
             flags = {"address": addresses[-1], "workers": engine, "model": model, "metrics-address": ""}
             flags |= {"log-level": "warning", "no-access-log": None, "drain-listen": 0}
-            processes.append(stack.enter_context(_process("service", flags)))
+            processes.append(stack.enter_context(_process([*through, "service"], flags)))
         for address in addresses:
             _wait_until_serving(address, processes, began + ready_seconds)
         pids = [process.pid for process in processes[1:]]
@@ -79,13 +81,13 @@ def run_stack(
 
 @contextlib.contextmanager
 def _process(
-    module: str,
+    module: Sequence[str],
     flags: Mapping[str, object],
     environment: Mapping[str, str] = MappingProxyType({}),
     log: BinaryIO | None = None,
 ) -> Iterator["subprocess.Popen[bytes]"]:
     command = ["env", *(f"{name}={value}" for name, value in environment.items())]
-    command += [sys.executable, "-m", module]
+    command += [sys.executable, "-m", *module]
     for name, value in flags.items():
         command += [f"--{name}"] if value is None else [f"--{name}", str(value)]
     process = subprocess.Popen(command, stderr=log)

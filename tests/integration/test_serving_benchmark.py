@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.serving_path import ALONE, FIRST, SENT, STATIONS
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--model", "random:tiny", "--device", "cpu")
 
@@ -16,7 +18,7 @@ def run_benchmark(module: str, folder: Path, *arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-m", f"benchmarks.{module}", *TINY, "--results", str(folder), *arguments]
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=110)
-    (path,) = folder.glob(f"*-{module}-tiny.json")
+    (path,) = folder.glob(f"*-{module.replace('_', '-')}-tiny.json")
     figures: dict[str, Any] = json.loads(path.read_text())["figures"]
     return figures
 
@@ -38,6 +40,17 @@ def test_every_case_of_the_served_path_gives_its_figures(tmp_path: Path) -> None
     assert long_prompt["prompt_tokens"] == 640
     assert long_prompt["open_streams"] == 64
     assert long_prompt["first_token_ms_of_the_long_prompt"] > 0
+
+
+@pytest.mark.slow
+def test_the_stations_of_a_first_token_are_passed_in_order(tmp_path: Path) -> None:
+    figures = run_benchmark("serving_path", tmp_path, "--scale", "0.1")
+    alone, served = figures["alone"], figures["served"]
+    assert [row["station"] for row in alone] == list(ALONE)
+    assert [row["station"] for row in served] == [SENT, *STATIONS, FIRST]
+    for row in [*alone, *served]:
+        assert 0 <= row["p50"] <= row["p90"]
+    assert served[-1]["total_p50"] > alone[-1]["total_p50"] > 0
 
 
 @pytest.mark.slow
