@@ -19,6 +19,7 @@ from kernels.triton_backend import TritonBackend
 from kvatlas.models.resolve import resolve_model
 from worker.execution.cuda_graphs import DecodeGraphs, DecodeTables
 from worker.execution.kv_pool import KvPool
+from worker.execution.step_buffers import StepOutcome
 from worker.model.fused import FusedModel
 from worker.model.llama import Model
 from worker.model.source import load_model
@@ -44,8 +45,8 @@ class Bench:
         scale = shape.attention_scale
         return DecodeGraphs(FusedModel(self.model), backend, self.tables, max_batch=self.batch, scale=scale)
 
-    def run(self, graphs: DecodeGraphs) -> torch.Tensor:
-        """Queues a step; ids int32 [batch] are in what is returned."""
+    def run(self, graphs: DecodeGraphs) -> StepOutcome:
+        """Queues a step."""
         rows = range(self.batch)
         return graphs.run(list(rows), [self.context] * self.batch, with_filters=False)
 
@@ -71,7 +72,7 @@ def make_bench(model: Model, batch: int, context: int) -> Bench:
     ids = torch.randint(0, shape.vocab_size, table.shape, generator=torch.Generator().manual_seed(3))
     columns = make_columns(batch + 1, device)
     write_rows(columns, list(range(batch)), [SampleRow(temperature=0.6, seed=i) for i in range(batch)])
-    tables = DecodeTables(table, ids.int().to(device), pool.layers, columns, dummy_row=batch)
+    tables = DecodeTables(table, ids.int().to(device), pool.layers, columns, dummy_row=batch, page_size=PAGE)
     return Bench(model, batch, context, pool, tables)
 
 
@@ -104,9 +105,10 @@ def by_kernel(bench: Bench, graphs: DecodeGraphs, steps: int = 3) -> dict[str, t
 
 def results(bench: Bench, graphs: DecodeGraphs) -> list[torch.Tensor]:
     """What one step leaves behind: ids and flags, and this token's K and V of all layers."""
-    left = bench.run(graphs).clone()
+    ids, is_finite = bench.run(graphs).arrived()
     slots = bench.tables.page_table[: bench.batch, bench.context - 1].long()
-    return [left, *(part[slots] for kv in bench.tables.kv for part in (kv.k, kv.v))]
+    left = [torch.from_numpy(ids.copy()), torch.from_numpy(is_finite.copy())]
+    return [*left, *(part[slots] for kv in bench.tables.kv for part in (kv.k, kv.v))]
 
 
 def is_same_without(bench: Bench, graphs: DecodeGraphs) -> tuple[bool, float]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.batch import KvLayer
-from kernels.plan_buffers import PlanBuffers
+from kernels.plan_buffers import PlanBuffers, new_event
 
 _FLOAT_BYTES = 256 << 20  # partial results of split contexts
 _INT_BYTES = 8 << 20  # a schedule; FlashInfer's own size
@@ -35,8 +35,7 @@ class Planner:
         self.page_size = page_size
         self.dtype = dtype
         self.device = device
-        new_event = torch.cuda.Event if device.type == "cuda" else _NoEvent
-        self.plans = PlanBuffers(_PLANS_IN_FLIGHT, _INT_BYTES, new_event)
+        self.plans = PlanBuffers(_PLANS_IN_FLIGHT, _INT_BYTES, lambda: new_event(device))
         # Zeros: FlashInfer asks for that before first use. Steps follow one another on one stream, so all
         # wrappers may share the memory of partial results, and all decode wrappers that of the schedule.
         self._partial = torch.zeros(_FLOAT_BYTES, dtype=torch.uint8, device=device)
@@ -70,16 +69,6 @@ class Planner:
         """K and V by page."""
         by_page = (-1, self.page_size, *kv.k.shape[1:])
         return kv.k.view(by_page), kv.v.view(by_page)
-
-
-class _NoEvent:
-    """On a device without streams everything is over at once."""
-
-    def record(self) -> None:
-        """Nothing to mark."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
 
 
 def _checked(wrapper: Any) -> Any:

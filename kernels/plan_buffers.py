@@ -25,6 +25,22 @@ class Event(Protocol):
         ...
 
 
+def new_event(device: torch.device) -> Event:
+    """An event of the device's current stream; where there are no streams everything is over at once."""
+    if device.type != "cuda":
+        return _NoEvent()
+    event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    return event
+
+
+class _NoEvent:
+    def record(self) -> None:
+        """Nothing to mark."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
 class PlanBuffers:
     """`count` pieces of `num_bytes` each, handed out in turn."""
 

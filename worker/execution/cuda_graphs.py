@@ -1,9 +1,10 @@
 """Decode steps as CUDA graphs, one per batch size: tables in, sampled tokens out, in one replay.
 
 Owns the static buffers that the graphs read and the graphs themselves. Padding rows point at the dummy row,
-which feeds token 0 and writes the dummy page. The host sends rows and lengths; ids, positions and slots are
-read from the tables on the device, and sampled ids go back into the token pool there, so the next step can be
-launched before this one's result is known.
+which feeds token 0 and writes the dummy page. The host leaves rows, lengths and new pages in pinned memory,
+where one kernel before the graph reads them, and one behind it leaves the results: no copy stands between two
+graphs. Ids, positions and slots are read from the tables on the device, and sampled ids go back into the
+token pool there, so the next step can be launched before this one's result is known.
 
 All sizes are captured before the first request, so that none waits for a capture; those with filters when a
 batch first needs them. A batch always runs in the graph of its own size: the library picks its products by
@@ -13,7 +14,6 @@ size, and no answer depends on what was captured before.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,13 +21,37 @@ from kernels.backend import GraphBackend
 from kernels.batch import KvLayer
 from kernels.decode_inputs import decode_inputs
 from kernels.dependent_launch import dependent_launches
+from kernels.plan_buffers import new_event
 from kernels.sample import SampleScratch, make_scratch, sample
 from kernels.sample_columns import SampleColumns
+from kernels.zero_copy import (
+    KV_LENS,
+    NO_PAGE,
+    PAGE_IDS,
+    PAGE_INDEXES,
+    PAGE_ROWS,
+    ROWS,
+    padded_room,
+    read_batch,
+    write_results,
+)
 from worker.execution.graph_sizes import capture_sizes, kernel_sizes, padded_size
+from worker.execution.step_buffers import StepBuffer, StepBuffers, StepOutcome
 from worker.model.fused import FusedModel
 
 WARM_UPS = 1  # before a capture: compiles and loads kernels, and lets the libraries allocate
-ALIGNMENT = 4  # int32 entries: kernels are compiled for addresses that are multiples of 16 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NewPages:
+    """Page ids[j] becomes page number indexes[j] of row rows[j] before the step: Step.new_page_*."""
+
+    rows: Sequence[int] = ()
+    indexes: Sequence[int] = ()
+    ids: Sequence[int] = ()
+
+
+NO_PAGES = NewPages()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +63,7 @@ class DecodeTables:
     kv: Sequence[KvLayer]
     columns: SampleColumns
     dummy_row: int
+    page_size: int
 
 
 class DecodeGraphs:
@@ -60,13 +85,18 @@ class DecodeGraphs:
         self._tables = tables
         self._scale = scale
         self.sizes = capture_sizes(max_batch)
-        self._columns = torch.zeros(2 * _aligned(max_batch), dtype=torch.int32, device=device)
+        self.page_room = room = padded_room(max_batch)
+        self._rows = torch.full((room,), tables.dummy_row, dtype=torch.int32, device=device)
+        self._kv_lens = torch.ones(room, dtype=torch.int32, device=device)
+        is_pinned = device.type == "cuda"
+        self._buffers = StepBuffers(max_batch, lambda: new_event(device), is_pinned=is_pinned)
         self._positions = torch.zeros(max_batch, dtype=torch.int32, device=device)
         self._slots = torch.zeros(max_batch, dtype=torch.int32, device=device)
         width, dtype = model.embedding.shape[1], model.embedding.dtype
         self._hidden = torch.zeros(max_batch, width, dtype=dtype, device=device)
         self._decode = backend.static_decode(tables.page_table, max_batch)
         self._scratch: SampleScratch = make_scratch(max_batch, config.vocab_size, device)
+        self._is_finite = self._scratch.is_finite.view(torch.int8)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._forward_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by size, up to the logits
         self._logits: Tensor | None = None  # [max_batch, at least vocab_size], of the last of these
@@ -94,54 +124,53 @@ class DecodeGraphs:
         """Steps that meet every kernel of all sizes, and a draw with filters: for compiling it beforehand."""
         sizes = kernel_sizes(self.sizes)
         for size, with_filters in [(sizes[0], True), *((size, False) for size in sizes)]:
-            self.prepare([], [], size)
-            self.body(size, with_filters)
+            with self._buffers.next() as buffer:
+                self._send(buffer, [], [], size)
+                self.body(size, with_filters)
+                self._hand_out(buffer, size)
 
     def columns(self, size: int) -> tuple[Tensor, Tensor]:
         """Rows and kv_lens, int32 [size] each, of the graph of `size` rows; all sizes share the memory."""
-        at = _aligned(size)
-        return self._columns[:size], self._columns[at : at + size]
+        return self._rows[:size], self._kv_lens[:size]
 
     def prepare(self, rows: Sequence[int], kv_lens: Sequence[int], size: int) -> None:
-        """Sends a batch, padded to `size`. Every entry is overwritten: nothing of older batches is left."""
-        is_pinned = self._columns.device.type == "cuda"
-        at = _aligned(size)
-        # A fresh pinned buffer each step: torch hands it out again only after the copy that reads it.
-        host = torch.empty(2 * at, dtype=torch.int32, pin_memory=is_pinned)
-        into = host.numpy()
-        into[len(rows) : at] = self._tables.dummy_row
-        into[at + len(rows) :] = 1
-        into[: len(rows)] = np.asarray(rows, dtype=np.int32)
-        into[at : at + len(rows)] = np.asarray(kv_lens, dtype=np.int32)
-        self._columns[: 2 * at].copy_(host, non_blocking=True)
-        self._decode.prepare(size, kv_lens)
+        """Sends a batch, padded to `size`, with nothing behind it."""
+        with self._buffers.next() as buffer:
+            self._send(buffer, rows, kv_lens, size)
 
-    def run(self, rows: Sequence[int], kv_lens: Sequence[int], *, with_filters: bool) -> Tensor:
-        """Queues one decode step; its results (SampleScratch.results) are overwritten by the next run."""
-        size = padded_size(len(rows), self.sizes)
-        assert size is not None, f"no graph holds {len(rows)} rows"
-        if self._captures:
-            graph = self._graph(size, with_filters)  # may capture, so before prepare
-            self.prepare(rows, kv_lens, size)
-            graph.replay()
-            self.replays += 1
-        else:
-            self.prepare(rows, kv_lens, size)
-            self.body(size, with_filters)
-        return self._scratch.results
+    def run(
+        self,
+        rows: Sequence[int],
+        kv_lens: Sequence[int],
+        *,
+        with_filters: bool,
+        new_pages: NewPages = NO_PAGES,
+    ) -> StepOutcome:
+        """Queues one decode step. new_pages: at most `page_room`."""
+        size = self._size(rows)
+        graph = self._graph(size, with_filters) if self._captures else None  # may capture, so first
+        with self._buffers.next() as buffer:
+            self._send(buffer, rows, kv_lens, size, new_pages)
+            if graph is not None:
+                graph.replay()
+                self.replays += 1
+            else:
+                self.body(size, with_filters)
+            self._hand_out(buffer, len(rows))
+        return StepOutcome(buffer, len(rows))
 
     def run_forward(
-        self, rows: Sequence[int], kv_lens: Sequence[int]
+        self, rows: Sequence[int], kv_lens: Sequence[int], *, new_pages: NewPages = NO_PAGES
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Queues one decode step without its draw: logits; rows and kv_lens on the device, as many as rows.
 
         All three are overwritten by the next run. For rows that something other than the kernel draws; the
         first step of a size captures its graph.
         """
-        count, size = len(rows), padded_size(len(rows), self.sizes)
-        assert size is not None, f"no graph holds {count} rows"
+        count, size = len(rows), self._size(rows)
         graph = self._forward_graph(size) if self._captures else None
-        self.prepare(rows, kv_lens, size)
+        with self._buffers.next() as buffer:
+            self._send(buffer, rows, kv_lens, size, new_pages)
         if graph is not None:
             graph.replay()
             self.replays += 1
@@ -190,6 +219,35 @@ class DecodeGraphs:
 
         return self._model.decode(hidden, positions, slots, tables.kv, attend)
 
+    def _size(self, rows: Sequence[int]) -> int:
+        size = padded_size(len(rows), self.sizes)
+        assert size is not None, f"no graph holds {len(rows)} rows"
+        return size
+
+    def _send(
+        self,
+        buffer: StepBuffer,
+        rows: Sequence[int],
+        kv_lens: Sequence[int],
+        size: int,
+        new_pages: NewPages = NO_PAGES,
+    ) -> None:
+        """Every entry up to `size` is overwritten, and all of new pages: nothing of older batches is left."""
+        into, count, num_pages = buffer.batch_columns, len(rows), len(new_pages.ids)
+        into[ROWS, :count], into[ROWS, count:size] = rows, self._tables.dummy_row
+        into[KV_LENS, :count], into[KV_LENS, count:size] = kv_lens, 1
+        into[PAGE_ROWS, num_pages:] = NO_PAGE
+        if num_pages:
+            into[PAGE_ROWS, :num_pages] = new_pages.rows
+            into[PAGE_INDEXES, :num_pages] = new_pages.indexes
+            into[PAGE_IDS, :num_pages] = new_pages.ids
+        there = (self._tables.page_table, self._rows, self._kv_lens)
+        read_batch(buffer.batch, *there, max(size, num_pages), page_size=self._tables.page_size)
+        self._decode.prepare(size, kv_lens)
+
+    def _hand_out(self, buffer: StepBuffer, count: int) -> None:
+        write_results(self._scratch.ids, self._is_finite, buffer.results, count)
+
     def _graph(self, size: int, with_filters: bool) -> torch.cuda.CUDAGraph:
         if (size, with_filters) not in self._graphs:
             self._capture(size, with_filters)
@@ -223,7 +281,3 @@ class DecodeGraphs:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

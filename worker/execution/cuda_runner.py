@@ -18,13 +18,14 @@ from kernels.compile_ahead import compiling
 from kernels.sample import make_scratch, sample
 from kernels.sample_columns import SampleRow, make_columns, write_rows
 from worker.execution.constraint_masks import StepMasks
-from worker.execution.cuda_graphs import DecodeGraphs, DecodeTables
+from worker.execution.cuda_graphs import NO_PAGES, DecodeGraphs, DecodeTables, NewPages
 from worker.execution.graph_sizes import kernel_sizes
 from worker.execution.on_the_way import OnTheWay
 from worker.execution.prompt_graphs import PromptGraphs
 from worker.execution.runner import StepHandle
 from worker.execution.sampler import HostRows, Sampled
 from worker.execution.sampling_state import NO_LOGPROBS
+from worker.execution.step_buffers import StepOutcome
 from worker.execution.step_tensors import StepTensors, build_step_tensors
 from worker.execution.torch_runner import NO_TOKEN_ID, Launched, RunnerConfig, TorchRunner, nonfinite_tokens
 from worker.execution.warm_steps import warm_steps
@@ -62,6 +63,7 @@ class CudaRunner(TorchRunner):
             kv=self.kv_pool.layers,
             columns=self._columns,
             dummy_row=config.max_running,
+            page_size=config.page_size,
         )
         self.graphs = DecodeGraphs(
             self._fused,
@@ -135,21 +137,26 @@ class CudaRunner(TorchRunner):
         self.token_pool.start_rows(step.row_starts)
         self._state.start_rows(step.row_starts)
         self.constraint_masks.start_rows(step.row_starts)
-        self.page_table.write_pages(step.new_page_rows, step.new_page_indexes, step.new_page_ids)
+        pages = NewPages(step.new_page_rows, step.new_page_indexes, step.new_page_ids)
+        if len(pages.ids) > self.graphs.page_room:
+            self.page_table.write_pages(pages.rows, pages.indexes, pages.ids)
+            pages = NO_PAGES
         self.kv_pool.copy_pages(step.page_copies)
         rows = np.frombuffer(step.rows, dtype=np.int32)
         if not self._is_plain(rows):
-            return self._run_special(step, rows, np.frombuffer(step.ends, dtype=np.int32), began)
-        results = self.graphs.run(step.rows, step.ends, with_filters=bool(self._has_filters[rows].any()))
-        return _Replayed(step, results, began, is_replayed=self.graphs.captures)
+            return self._run_special(step, pages, began)
+        with_filters = bool(self._has_filters[rows].any())
+        outcome = self.graphs.run(step.rows, step.ends, with_filters=with_filters, new_pages=pages)
+        return _Replayed(step, outcome, began, is_replayed=self.graphs.captures)
 
-    def _run_special(self, step: Step, rows: HostRows, ends: HostRows, began: float) -> StepHandle:
+    def _run_special(self, step: Step, pages: NewPages, began: float) -> StepHandle:
         """A decode step with rows that the kernel does not draw: the network from a graph, then the sampler.
 
         Masks of constraints are made meanwhile.
         """
+        rows, ends = (np.frombuffer(column, dtype=np.int32) for column in (step.rows, step.ends))
         pending = self.constraint_masks.begin(rows, ends)
-        logits, there = self.graphs.run_forward(step.rows, step.ends)
+        logits, there = self.graphs.run_forward(step.rows, step.ends, new_pages=pages)
         masks = pending.result() if pending is not None else None
         sampled = self._draw_special(logits, rows, ends, there, masks)
         self.token_pool.write(*there, sampled.ids)
@@ -244,20 +251,18 @@ class CudaRunner(TorchRunner):
 
 
 class _Replayed:
-    """A replayed graph; ids and flags travel to pinned memory behind it, in one copy."""
+    """A replayed graph, whose ids and flags are written to pinned memory behind it."""
 
-    def __init__(self, step: Step, results: Tensor, began: float, *, is_replayed: bool) -> None:
+    def __init__(self, step: Step, outcome: StepOutcome, began: float, *, is_replayed: bool) -> None:
         self.is_replayed = is_replayed
         self._step = step
         self._began = began
-        self._results = OnTheWay(results)
+        self._outcome = outcome
 
     def result(self) -> StepResult:
-        """Waits for the copy, then reads it."""
-        host, count = self._results.arrived(), len(self._step.rows)
-        flags_at = len(host) // 5 * 4
-        ids = host[:flags_at].view(np.int32)[:count].tolist()
-        is_finite = host[flags_at : flags_at + count]
+        """Waits for the step, then reads them."""
+        drawn, is_finite = self._outcome.arrived()
+        ids: list[int] = drawn.tolist()
         failed = {}
         if not is_finite.all():
             failed = dict.fromkeys((is_finite == 0).nonzero()[0].tolist(), "non-finite logits")

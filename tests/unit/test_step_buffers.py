@@ -1,0 +1,127 @@
+"""Memory that a step in flight reads and writes: no later step's, however slow the device is."""
+
+import random
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+
+from worker.execution.step_buffers import StepBuffer, StepBuffers, StepOutcome
+
+
+class SlowStream:
+    """A device's queue: work runs when somebody waits for it, or when it pleases the device."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Callable[[], None]] = deque()
+        self.done = self.queued = self.waits = 0
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        self._queue.append(work)
+        self.queued += 1
+
+    def run(self, until: int) -> None:
+        while self.done < until:
+            self._queue.popleft()()
+            self.done += 1
+
+
+class SlowEvent:
+    """An event of such a stream."""
+
+    def __init__(self, stream: SlowStream) -> None:
+        self._stream = stream
+        self._at = 0
+
+    def record(self) -> None:
+        self._at = self._stream.queued
+
+    def synchronize(self) -> None:
+        self._stream.waits += self._stream.done < self._at
+        self._stream.run(self._at)
+
+
+class Careless(SlowEvent):
+    """Nobody waits for it."""
+
+    def synchronize(self) -> None:
+        """At once."""
+
+
+def step(buffer: StepBuffer) -> None:
+    """On the device: the id is the row, doubled."""
+    buffer.results[0, 0] = 2 * buffer.batch[0, 0]
+    buffer.results[1, 0] = 1
+
+
+def answers(buffers: StepBuffers, stream: SlowStream, num_steps: int, ahead: int, seed: int) -> list[int]:
+    """Steps 0, 1, 2, ..., launched `ahead` of the one that is read; the device keeps its own pace."""
+    draw = random.Random(seed)
+    in_flight: deque[StepOutcome] = deque()
+    found = []
+    for number in range(num_steps):
+        with buffers.next() as buffer:
+            buffer.batch_columns[0, 0] = number
+            stream.enqueue(lambda buffer=buffer: step(buffer))
+        in_flight.append(StepOutcome(buffer, 1))
+        stream.run(draw.randint(stream.done, stream.queued))
+        while len(in_flight) > (ahead if number < num_steps - 1 else 0):
+            found.append(int(in_flight.popleft().arrived()[0][0]))
+    return found
+
+
+@pytest.mark.parametrize(("depth", "ahead"), [(1, 0), (2, 1), (4, 1), (4, 3)])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_step_reads_its_own_batch_and_leaves_its_own_results(depth: int, ahead: int, seed: int) -> None:
+    """H9, B083: however far the device is behind, and however many steps there were."""
+    stream = SlowStream()
+    buffers = StepBuffers(1, lambda: SlowEvent(stream), is_pinned=False, depth=depth)
+    assert answers(buffers, stream, 60, ahead, seed) == [2 * number for number in range(60)]
+
+
+def test_without_events_steps_mix() -> None:
+    """The same load where nobody waits: the race is there to be seen."""
+    stream = SlowStream()
+    buffers = StepBuffers(1, lambda: Careless(stream), is_pinned=False, depth=2)
+    assert answers(buffers, stream, 60, 1, 0) != [2 * number for number in range(60)]
+
+
+def test_the_host_waits_only_when_all_buffers_are_in_flight() -> None:
+    stream = SlowStream()
+    buffers = StepBuffers(1, lambda: SlowEvent(stream), is_pinned=False, depth=3)
+    for _ in range(3):
+        with buffers.next():
+            stream.enqueue(lambda: None)
+    assert (stream.waits, stream.done) == (0, 0)
+    with buffers.next():
+        assert (stream.waits, stream.done) == (1, 1), "waited for the oldest step and no other"
+
+
+def test_a_result_is_not_read_after_its_buffer_has_another_step() -> None:
+    """A handle that was forgotten can never give another step's tokens."""
+    stream = SlowStream()
+    buffers = StepBuffers(1, lambda: SlowEvent(stream), is_pinned=False, depth=2)
+    outcomes = []
+    for _ in range(3):
+        with buffers.next() as buffer:
+            stream.enqueue(lambda: None)
+        outcomes.append(StepOutcome(buffer, 1))
+    with pytest.raises(AssertionError, match="has another one already"):
+        outcomes[0].arrived()
+    outcomes[1].arrived()
+
+
+def test_a_launch_that_fails_still_guards_what_it_queued() -> None:
+    """What was queued before the failure may read the buffer yet."""
+    stream = SlowStream()
+    buffers = StepBuffers(1, lambda: SlowEvent(stream), is_pinned=False, depth=1)
+
+    def fail(buffer: StepBuffer) -> None:
+        stream.enqueue(lambda: step(buffer))
+        raise RuntimeError("no graph")
+
+    with pytest.raises(RuntimeError, match="no graph"), buffers.next() as buffer:
+        fail(buffer)
+    assert answers(buffers, stream, 3, 0, 0) == [0, 2, 4]

@@ -1,0 +1,77 @@
+"""Pinned host memory that decode steps read and write from the device, a buffer for each step in flight.
+
+Owns the memory and the events. A buffer is written again only when the device is past the step that had it
+(H9); what that step left must have been read by then.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.plan_buffers import Event
+from kernels.zero_copy import BATCH_COLUMNS, IDS, IS_FINITE, RESULT_COLUMNS, padded_room
+
+DEPTH = 4
+"""Buffers. The engine has two steps in flight; a caller that is further ahead waits for the device."""
+
+
+class StepBuffer:
+    """Memory of one step at a time. `number` says of which, counted from 1."""
+
+    def __init__(self, room: int, new_event: Callable[[], Event], *, is_pinned: bool) -> None:
+        def column(count: int) -> Tensor:
+            return torch.zeros(count, room, dtype=torch.int32, pin_memory=is_pinned)
+
+        self.batch = column(BATCH_COLUMNS)  # the host writes it, the device reads it
+        self.batch_columns: NDArray[np.int32] = self.batch.numpy()
+        self.results = column(RESULT_COLUMNS)  # the other way round
+        self.result_columns: NDArray[np.int32] = self.results.numpy()
+        self.event = new_event()
+        self.number = 0
+
+
+class StepBuffers:
+    """Buffers for steps of up to `max_batch` spans, handed out in turn."""
+
+    def __init__(
+        self, max_batch: int, new_event: Callable[[], Event], *, is_pinned: bool, depth: int = DEPTH
+    ) -> None:
+        room = padded_room(max_batch)
+        self._buffers = [StepBuffer(room, new_event, is_pinned=is_pinned) for _ in range(depth)]
+        self._count = 0
+
+    @contextmanager
+    def next(self) -> Iterator[StepBuffer]:
+        """The oldest buffer: whatever reads or writes it on the device is queued before the block ends.
+
+        Waits only where as many steps as there are buffers are queued behind a busy device.
+        """
+        buffer = self._buffers[self._count % len(self._buffers)]
+        buffer.event.synchronize()
+        self._count += 1
+        buffer.number = self._count
+        try:
+            yield buffer
+        finally:
+            buffer.event.record()
+
+
+class StepOutcome:
+    """What a step draws, once it has: read before the buffer has its next step."""
+
+    def __init__(self, buffer: StepBuffer, num_rows: int) -> None:
+        self._buffer = buffer
+        self._number = buffer.number
+        self._num_rows = num_rows
+
+    def arrived(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Waits for the step. Ids and whether the logits were finite, [num_rows]; views of the buffer."""
+        buffer = self._buffer
+        assert buffer.number == self._number, "the buffer of this step has another one already"
+        buffer.event.synchronize()
+        columns = buffer.result_columns[:, : self._num_rows]
+        return columns[IDS], columns[IS_FINITE]
