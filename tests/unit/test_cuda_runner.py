@@ -29,6 +29,7 @@ from worker.scheduling.request import RequestSpec
 from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.settings import SchedulerConfig
+from worker.scheduling.step import Step
 
 CPU = torch.device("cpu")
 NUM_PAGES, PAGE_SIZE, MAX_RUNNING, CONTEXT = 24, 4, 5, 64
@@ -151,6 +152,39 @@ def test_rows_that_the_kernel_does_not_draw_still_replay_a_graph(monkeypatch):
         assert logits.shape[1] >= CONFIG.vocab_size
     assert captured == [4, 1]
     assert [graphs._forward_graphs[size].replays for size in (4, 1)] == [2, 1]
+
+
+@pytest.mark.parametrize("num_pages", [0, 1, 32, 33, 40])
+def test_new_pages_of_a_decode_step_are_in_the_table_before_it(num_pages, monkeypatch):
+    """S1-22: with the batch where they fit, by a scatter of their own where they do not."""
+    backend = TritonBackend(CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CONTEXT)
+    runner = CudaRunner(MODEL, backend, config(), CPU)
+    assert runner.graphs.page_room == 32
+    seen = []
+    monkeypatch.setattr(
+        runner.graphs, "body", lambda size, with_filters: seen.append(runner.page_table.slots.clone())
+    )
+    rows, indexes = [n % 5 for n in range(num_pages)], [n // 5 for n in range(num_pages)]
+    pages = [(7 * n) % NUM_PAGES for n in range(num_pages)]
+    expected = runner.page_table.slots.clone()
+    for row, index, page in zip(rows, indexes, pages, strict=True):
+        slots = torch.arange(PAGE_SIZE * page, PAGE_SIZE * (page + 1))
+        expected[row, PAGE_SIZE * index : PAGE_SIZE * (index + 1)] = slots
+    step = Step(
+        number=1,
+        sequence_ids=[SequenceId(1), SequenceId(2)],
+        rows=array("i", [3, 1]),
+        starts=array("i", [8, 2]),
+        ends=array("i", [9, 3]),
+        sampled=(0, 1),
+        num_decode=2,
+        new_page_rows=array("i", rows),
+        new_page_indexes=array("i", indexes),
+        new_page_ids=array("i", pages),
+    )
+    runner.launch(step).result()
+    assert torch.equal(seen[0], expected)
+    assert [column.tolist() for column in runner.graphs.columns(2)] == [[3, 1], [9, 3]]
 
 
 def test_warm_steps_touch_the_dummy_row_and_the_dummy_page_alone():
