@@ -271,8 +271,9 @@ class DecodeGraphs:
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
-            for _ in range(warm_ups):
-                body()
+            with self._model.shallow():
+                for _ in range(warm_ups):
+                    body()
             # Not torch.cuda.graph(): it waits for the device and collects garbage.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

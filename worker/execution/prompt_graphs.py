@@ -127,8 +127,9 @@ class PromptGraphs:
         with torch.cuda.stream(stream):
             self._positions.zero_()
             self._slots.fill_(self._dummy_slot)
-            for _ in self.pieces(size):  # so that the libraries have loaded and allocated what they need
-                pass
+            with self._model.shallow():
+                for _ in self.pieces(size):  # so that the libraries have loaded and allocated what they need
+                    pass
             pieces = self.pieces(size)
             for _ in range(len(self._layers) + 1):
                 graph = torch.cuda.CUDAGraph()
