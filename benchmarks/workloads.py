@@ -26,6 +26,14 @@ class Workload:
         """Of all prompts."""
         return sum(map(len, self.prompts))
 
+    @property
+    def peak_tokens(self) -> int:
+        """Most tokens that are held at once when all begin together and one token each is added a step."""
+        lengths = list(zip(map(len, self.prompts), self.output_tokens, strict=True))
+        return max(
+            sum(prompt + n for prompt, count in lengths if count >= n) for n in set(self.output_tokens)
+        )
+
     def within(self, id_limit: int) -> "Workload":
         """The same with ids below the limit: for models with a small vocabulary."""
         if id_limit > HIGHEST_ID:

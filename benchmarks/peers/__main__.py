@@ -1,120 +1,148 @@
-"""kvatlas and its peers on the same workloads, each alone on the GPU, one after the other.
+"""kvatlas and its peers on the same workloads: started side by side, then measured in turns, one at a time.
 
-    python -m benchmarks.peers --model random:qwen3-0.6b --peers kvatlas vllm
-    python -m benchmarks.peers --peers kvatlas mini_sglang --site mini_sglang=/opt/flashinfer:/opt/minisgl
+    python -m benchmarks.peers --compare random:qwen3-0.6b kvatlas vllm
+    python -m benchmarks.peers --compare random:qwen3-0.6b kvatlas mini_sglang \\
+        --site mini_sglang=/opt/flashinfer:/opt/mini-sglang/python
 
-Prints every pass as it ends and the ratios at the end; writes one JSON in benchmarks/results/, anew after
-each engine, so that what was measured is there whatever happens to the next.
+Each engine has a process and a pool of keys and values of the same size, which holds every workload without
+preemption. Their passes alternate, so that what drifts on a machine falls on all. Prints every pass as it
+ends and the ratios at the end; writes one JSON per model in benchmarks/results/, anew after each pass, so
+that what was measured is there whatever happens to the next.
 """
 
 import argparse
-import contextlib
-import json
-import subprocess
-import sys
+import statistics
 import tempfile
-import threading
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.child import MARK
 from benchmarks.peers.engines import ENGINES, ENVIRONMENT
+from benchmarks.peers.fleet import Entry, Fleet, Limits, Settings
+from benchmarks.peers.sizes import device_bytes, pool_tokens
 from benchmarks.record import RESULTS, device_name, write_result
+from benchmarks.workloads import named
 
 OURS = "kvatlas"
-FEW = {"transformers": ["b1"]}  # workloads of an engine that takes them one by one
-LOG_LINES = 15
+DEFAULT = [["random:qwen3-0.6b", OURS, "vllm"]]
+WORKLOADS = ["b1:3", "b8:3", "b64:3", "offline256:2"]
+
+Found = Mapping[str, Mapping[str, Any]]  # by engine
 
 
-def run_engine(
-    engine: str, model: str, device: str, workloads: list[str], sites: str, limit_seconds: float
-) -> dict[str, Any]:
-    """Rows of one engine, and what kept it from more."""
-    found: dict[str, Any] = {"rows": []}
-    with tempfile.TemporaryDirectory(prefix="kvatlas-peers-") as scratch:
-        command = ["env", *(f"{name}={value}" for name, value in ENVIRONMENT.get(engine, {}).items())]
-        command += [f"PYTHONPATH={':'.join([*filter(None, sites.split(':')), *filter(None, sys.path)])}"]
-        command += [sys.executable, "-m", "benchmarks.peers.child", engine, model, device, scratch]
-        command += [name for name in workloads if name in FEW.get(engine, workloads)]
-        with _child(command, limit_seconds) as process:
-            tail: list[str] = []
-            assert process.stdout is not None
-            for line in process.stdout:
-                if not line.startswith(MARK):
-                    tail = [*tail, line.rstrip()][-LOG_LINES:] if line.strip() else tail
-                    continue
-                message = json.loads(line.removeprefix(MARK))
-                print(engine, json.dumps(message), flush=True)
-                if "workload" in message:
-                    found["rows"].append(message)
-                else:
-                    found |= message
-        if process.returncode:
-            found["ended"] = f"exit {process.returncode}"
-            print(
-                engine, "ended with", process.returncode, "\n".join(line[:300] for line in tail), flush=True
-            )
-    return found
+def ratios(engines: Found) -> dict[str, dict[str, dict[str, float]]]:
+    """Ours over each peer: `{"vllm": {"b1": {"first": 2.5, "later": 2.1}}}`.
 
-
-@contextlib.contextmanager
-def _child(command: list[str], limit_seconds: float) -> Iterator["subprocess.Popen[str]"]:
-    """A process that is killed after its time; its output and errors are one stream."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
-    timer = threading.Timer(limit_seconds, process.kill)
-    timer.start()
-    try:
-        yield process
-        process.wait()
-    finally:
-        timer.cancel()
-        process.kill()
-        process.wait()
-
-
-def ratios(engines: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Ours over each peer, by workload and pass: `{"vllm": {"b1 pass 2": 2.1}}`."""
+    first: the first pass of each; later: the medians of the passes after it.
+    """
     ours = _rates(engines.get(OURS, {"rows": []}))
     return {
-        peer: {key: round(ours[key] / rate, 3) for key, rate in _rates(found).items() if key in ours}
+        peer: {
+            workload: {
+                kind: round(ours[workload][kind] / rate, 3)
+                for kind, rate in rates.items()
+                if kind in ours[workload]
+            }
+            for workload, rates in _rates(found).items()
+            if workload in ours
+        }
         for peer, found in engines.items()
         if peer != OURS
     }
 
 
-def _rates(found: dict[str, Any]) -> dict[str, float]:
-    return {f"{row['workload']} pass {row['pass']}": row["tokens_per_second"] for row in found["rows"]}
+def _rates(found: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    passes: dict[str, dict[int, float]] = {}
+    for row in found["rows"]:
+        passes.setdefault(row["workload"], {})[row["pass"]] = row["tokens_per_second"]
+    rates: dict[str, dict[str, float]] = {}
+    for workload, by_number in passes.items():
+        later = [rate for number, rate in by_number.items() if number > 1]
+        rates[workload] = {"first": by_number[1]} if 1 in by_number else {}
+        rates[workload] |= {"later": statistics.median(later)} if later else {}
+    return rates
+
+
+def compare(
+    fleet: Fleet, model: str, workloads: Sequence[tuple[str, int]], how: Mapping[str, Any], folder: Path
+) -> Path:
+    """Starts, measures and ends a model's engines, and returns the path of their result."""
+    fleet.start()
+    entries = fleet.of(model)
+    how = {**how, "on_the_device": fleet.resident()}
+    for entry in fleet.passes(model, workloads):
+        if "ended" not in entry.found:
+            print(entry.name, entry.found["rows"][-1], flush=True)
+        _write(model, entries, how, folder)
+    fleet.end(model)
+    return _write(model, entries, how, folder)
+
+
+def _write(model: str, entries: Sequence[Entry], how: Mapping[str, Any], folder: Path) -> Path:
+    engines = {entry.engine: entry.found for entry in entries}
+    figures = {"how": how, "engines": engines, "ratios": ratios(engines)}
+    name = f"peers-{model.removeprefix('random:')}"
+    return write_result(name, figures, ["torch", "triton"], folder, how["device"])
+
+
+def print_table(entries: Sequence[Entry]) -> None:
+    """Output tokens a second, first pass / median of the later ones, and what ours are over the others'."""
+    engines = {entry.engine: entry.found for entry in entries}
+    over = ratios(engines)
+    for entry in entries:
+        print(f"{entry.name}: ready after {entry.found.get('ready_seconds', '-')} s", end="")
+        print(f", {entry.found['ended']}" if "ended" in entry.found else "")
+        for workload, rates in _rates(entry.found).items():
+            ours = over.get(entry.engine, {}).get(workload, {})
+            texts = [f"{kind} {rate:,.0f}" for kind, rate in rates.items()]
+            texts += [f"{OURS} over it {ours}"] if ours else []
+            print(f"  {workload:<12}", "  ".join(texts))
 
 
 def main() -> None:
-    """Runs the engines and writes the result."""
+    """Runs the comparisons and writes their results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", default="random:qwen3-0.6b")
+    parser.add_argument("--compare", nargs="+", action="append", metavar=("MODEL", "ENGINE"))
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
-    parser.add_argument("--peers", nargs="+", default=[OURS, "vllm"], choices=list(ENGINES))
-    parser.add_argument("--workloads", nargs="+", default=["b1", "b8", "b64", "offline256"])
+    parser.add_argument(
+        "--workloads", nargs="+", default=WORKLOADS, metavar="NAME:PASSES", help=" ".join(WORKLOADS)
+    )
     parser.add_argument(
         "--site", action="append", default=[], metavar="ENGINE=PATHS", help="where its packages are"
     )
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds of one engine")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
+    parser.add_argument("--start-limit", type=float, default=300.0, help="seconds until an engine is ready")
+    parser.add_argument("--pass-limit", type=float, default=120.0, help="seconds of one pass")
+    parser.add_argument("--limit", type=float, default=1200.0, help="seconds of everything")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
+    parser.add_argument("--logs", type=Path, help="folder of what the engines print")
     options = parser.parse_args()
-    sites = dict(site.split("=", 1) for site in options.site)
-    engines: dict[str, dict[str, Any]] = {}
+    comparisons = [(model, engines) for model, *engines in options.compare or DEFAULT]
+    if unknown := {engine for _, engines in comparisons for engine in engines} - set(ENGINES):
+        parser.error(f"no engine is called {', '.join(sorted(unknown))}; there are {', '.join(ENGINES)}")
+    passes = [(text.partition(":")[0], int(text.partition(":")[2] or 2)) for text in options.workloads]
     device = device_name() if options.device == "cuda" else ""
-    name = f"peers-{options.model.removeprefix('random:')}"
-    for engine in options.peers:
-        engines[engine] = run_engine(
-            engine, options.model, options.device, options.workloads, sites.get(engine, ""), options.limit
-        )
-        figures = {"engines": engines, "ratios": ratios(engines)}
-        path = write_result(name, figures, ["torch", "triton"], options.results, device)
-    for peer, row in ratios(engines).items():
-        print(f"{OURS} over {peer}: {row}")
-    print(path)
+    memory = device_bytes() if device else 1 << 62
+    tokens = pool_tokens([named(name) for name, _ in passes])
+    how = {
+        "device": device,
+        "pool_tokens": tokens,
+        "passes": dict(passes),
+        "order": "engines start side by side; each pass alone, engines in turns, others idle",
+        "environment": {engine: values for engine, values in ENVIRONMENT.items() if values},
+    }
+    with tempfile.TemporaryDirectory(prefix="kvatlas-logs-") as scratch:
+        logs = options.logs or Path(scratch)
+        logs.mkdir(parents=True, exist_ok=True)
+        limits = Limits(options.start_limit, options.pass_limit, options.limit, memory)
+        sites = dict(site.split("=", 1) for site in options.site)
+        fleet = Fleet(comparisons, Settings(options.device, tokens, limits, logs, sites))
+        try:
+            for model, _ in comparisons:
+                path = compare(fleet, model, passes, how, options.results)
+                print_table(fleet.of(model))
+                print(path, flush=True)
+        finally:
+            fleet.close()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""One engine in a process of its own, so that it finds an empty GPU: a line of JSON per pass.
+"""One engine in a process of its own: loads, says that it is ready, then runs what it is told to.
 
-    python -m benchmarks.peers.child vllm random:qwen3-0.6b cuda /tmp/scratch b1 b8 b64 offline256
+    python -m benchmarks.peers.child vllm random:qwen3-0.6b cuda 192512 /tmp/scratch
 
-Every workload runs twice, the second time with other ids: first what a fresh engine does, then a warm one,
-and no prefix cache helps either. Before the first, two short prompts.
+An order is a line of JSON on stdin, {"workload": "b8", "pass": 2}; its answer, and what there is to say when
+the engine is ready, is a line on stdout that begins with MARK. Each pass has other ids, so that no prefix
+cache helps. Ends with its stdin. Before it is ready the engine answers two short prompts.
 """
 
 import json
@@ -11,28 +12,39 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from benchmarks.peers.engines import ENGINES, timed, version_of
+from benchmarks.peers.engines import ENGINES, Request, timed, version_of
 from benchmarks.workloads import fixed, named
 
 MARK = "PEER "  # begins a line that is ours; engines print much, and bars without an end of line
 
 
 def main() -> None:
-    """Loads, warms up, runs."""
+    """Loads, warms up, obeys."""
     began = time.perf_counter()
-    engine, model, device, scratch, *names = sys.argv[1:]
-    generate = ENGINES[engine](model, Path(scratch), device)
-    generate(fixed(2, 64, 16))
-    ready = {"ready_seconds": round(time.perf_counter() - began, 1), "version": version_of(engine)}
-    print("\n" + MARK + json.dumps(ready), flush=True)
-    for name in names:
-        workload = named(name)
-        for number in (1, 2):
-            row = {"pass": number, **timed(generate, workload.renamed(number))}
-            print("\n" + MARK + json.dumps(row), flush=True)
+    engine, model, device, tokens, scratch = sys.argv[1:]
+    loaded = ENGINES[engine](Request(model, device, int(tokens), Path(scratch)))
+    loaded.generate(fixed(2, 64, 16))
+    say(
+        {
+            "ready_seconds": round(time.perf_counter() - began, 1),
+            "version": version_of(engine),
+            "options": loaded.options,
+        }
+    )
+    for line in sys.stdin:
+        order = json.loads(line)
+        workload = named(order["workload"]).renamed(order["pass"])
+        say({"pass": order["pass"], **timed(loaded.generate, workload)})
     sys.stdout.flush()
     os._exit(0)  # engines leave threads and children that would be waited for
+
+
+def say(message: dict[str, Any]) -> None:
+    """One write, so that no other process writes between its parts."""
+    sys.stdout.flush()
+    os.write(sys.stdout.fileno(), f"\n{MARK}{json.dumps(message)}\n".encode())
 
 
 if __name__ == "__main__":

@@ -1,66 +1,82 @@
 """How each engine is loaded with random weights of a shape, and asked to answer a workload.
 
 An engine is a function: a workload in, the number of output tokens back, when all are on the host. Only
-kvatlas and transformers run on a CPU too. Options
-are those its own benchmark uses, where it has one. Everything of an engine is imported in its function.
+kvatlas and transformers run on a CPU too. Options are those its own benchmark uses, where it has one, but for
+the pool of keys and values, of one size for all. What an engine needs is imported in its function.
 """
 
 import importlib.metadata
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.folder import write_folder
+from benchmarks.peers.sizes import PAGE_SIZE, device_share, token_bytes
 from benchmarks.workloads import TEMPERATURE, Workload, id_limit
 
 MAX_SEQUENCES, MAX_CONTEXT, STEP_TOKENS = 256, 4096, 16_384
-MEMORY_RATIO = 0.8
 
 Generate = Callable[[Workload], int]
 
 
-def load_kvatlas(model: str, scratch: Path, device: str) -> Generate:
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be loaded, where."""
+
+    model: str  # random:SHAPE
+    device: str  # cuda, cpu
+    tokens: int  # that the pool of keys and values holds, a multiple of PAGE_SIZE
+    scratch: Path  # folder for the model's files
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An engine that is ready, and the options it runs with."""
+
+    generate: Generate
+    options: dict[str, Any]
+
+
+def load_kvatlas(request: Request) -> Loaded:
     """This engine, as benchmarks/offline.py runs it: pages of 16, an empty prefix cache each time."""
     from benchmarks.offline import Engine
     from worker.config import WorkerConfig
 
-    engine = Engine(
-        WorkerConfig(
-            model=model,
-            device=device,
-            page_size=16,
-            max_running=MAX_SEQUENCES,
-            max_batch_tokens=8192,
-            max_context=MAX_CONTEXT,
-            memory_ratio=MEMORY_RATIO,
-            num_pages=0 if device == "cuda" else 4096,
-        )
-    )
-    limit = id_limit(model)
+    options: dict[str, Any] = {
+        "page_size": PAGE_SIZE,
+        "num_pages": request.tokens // PAGE_SIZE,
+        "max_running": MAX_SEQUENCES,
+        "max_batch_tokens": 8192,
+        "max_context": MAX_CONTEXT,
+    }
+    engine = Engine(WorkerConfig(model=request.model, device=request.device, **options))
+    limit = id_limit(request.model)
 
     def generate(workload: Workload) -> int:
         engine.run(workload.within(limit))
         return sum(workload.output_tokens)
 
-    return generate
+    return Loaded(generate, options | {"overlap": engine.overlap})
 
 
-def load_vllm(model: str, scratch: Path, device: str) -> Generate:
-    """vLLM with its engine in this process, CUDA graphs and compilation as by default."""
+def load_vllm(request: Request) -> Loaded:
+    """vLLM as `LLM` comes: its engine in a process of its own, compiled, CUDA graphs, steps overlapped."""
     from vllm import LLM, SamplingParams
 
-    engine = LLM(
-        str(write_folder(model, scratch)),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=MAX_CONTEXT,
-        max_num_seqs=MAX_SEQUENCES,
-        max_num_batched_tokens=STEP_TOKENS,
-        gpu_memory_utilization=MEMORY_RATIO,
-    )
+    options: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": MAX_CONTEXT,
+        "max_num_seqs": MAX_SEQUENCES,
+        "max_num_batched_tokens": STEP_TOKENS,
+        # A pool of a given size is not profiled for, so others may take and free memory meanwhile.
+        "kv_cache_memory_bytes": request.tokens * token_bytes(request.model),
+        "gpu_memory_utilization": device_share(request.model, request.tokens),
+    }
+    engine = LLM(str(write_folder(request.model, request.scratch)), **options)
 
     def generate(workload: Workload) -> int:
         params = [
@@ -71,11 +87,29 @@ def load_vllm(model: str, scratch: Path, device: str) -> Generate:
         answers = engine.generate(prompts, params, use_tqdm=False)
         return sum(len(answer.outputs[0].token_ids) for answer in answers)
 
-    return generate
+    return Loaded(generate, options | _chosen_by_vllm(engine))
 
 
-def load_mini_sglang(model: str, scratch: Path, device: str) -> Generate:
-    """mini-sglang with FlashInfer and overlap. Its dummy weights are zeros: they are drawn here instead."""
+def _chosen_by_vllm(engine: Any) -> dict[str, str]:
+    """What was left to vLLM and is worth knowing; what this version does not tell is absent."""
+    config = engine.llm_engine.vllm_config
+    places = {
+        "async_scheduling": ("scheduler_config", "async_scheduling"),
+        "enable_prefix_caching": ("cache_config", "enable_prefix_caching"),
+        "block_size": ("cache_config", "block_size"),
+        "cudagraph_mode": ("compilation_config", "cudagraph_mode"),
+        "compilation_mode": ("compilation_config", "mode"),
+    }
+    found = {name: getattr(getattr(config, part, None), key, None) for name, (part, key) in places.items()}
+    found["v2_model_runner"] = getattr(config, "use_v2_model_runner", None)
+    return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def load_mini_sglang(request: Request) -> Loaded:
+    """mini-sglang with FlashInfer and overlap. Its dummy weights know one scale only: drawn here instead.
+
+    On Hopper its own choice for prompts is FlashAttention 3 of sgl-kernel, which has to be installed.
+    """
     import minisgl.engine.engine as engine_module
     import minisgl.models.config as config_module
     import torch
@@ -92,16 +126,18 @@ def load_mini_sglang(model: str, scratch: Path, device: str) -> Generate:
     _read_new_rope_settings(config_module)
     from minisgl.llm import LLM
 
-    engine = LLM(
-        str(write_folder(model, scratch)),
-        max_seq_len_override=MAX_CONTEXT,
-        max_extend_tokens=STEP_TOKENS,
-        max_running_req=MAX_SEQUENCES,
-        cuda_graph_max_bs=MAX_SEQUENCES,
-        use_dummy_weight=True,
-        attention_backend="fi",
-        memory_ratio=MEMORY_RATIO,
-    )
+    options: dict[str, Any] = {
+        "max_seq_len_override": MAX_CONTEXT,
+        "max_extend_tokens": STEP_TOKENS,
+        "max_running_req": MAX_SEQUENCES,
+        "cuda_graph_max_bs": MAX_SEQUENCES,
+        "use_dummy_weight": True,
+        "attention_backend": "fi",
+        "page_size": 1,  # FlashInfer's wrappers here know no other
+        "num_page_override": request.tokens,
+    }
+    engine = LLM(str(write_folder(request.model, request.scratch)), **options)
+    engine.eos_token_id = -1  # a last token of that id would be left out of the answer
 
     def generate(workload: Workload) -> int:
         params = [
@@ -110,7 +146,7 @@ def load_mini_sglang(model: str, scratch: Path, device: str) -> Generate:
         ]
         return sum(len(answer["token_ids"]) for answer in engine.generate(workload.prompts, params))
 
-    return generate
+    return Loaded(generate, options)
 
 
 def _read_new_rope_settings(config_module: Any) -> None:
@@ -128,29 +164,29 @@ def _read_new_rope_settings(config_module: Any) -> None:
     config_module.ModelConfig.from_hf = classmethod(from_hf)
 
 
-def load_transformers(model: str, scratch: Path, device: str) -> Generate:
+def load_transformers(request: Request) -> Loaded:
     """Hugging Face `generate` with torch's attention: one sequence after the other."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(str(write_folder(model, scratch)))
-    with torch.device(device):
+    config = AutoConfig.from_pretrained(str(write_folder(request.model, request.scratch)))
+    with torch.device(request.device):
         network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    limit = id_limit(model)
+    limit = id_limit(request.model)
 
     def generate(workload: Workload) -> int:
         total = 0
         for prompt, count in zip(workload.within(limit).prompts, workload.output_tokens, strict=True):
-            ids = torch.tensor([prompt], device=device)
+            ids = torch.tensor([prompt], device=request.device)
             lengths = {"min_new_tokens": count, "max_new_tokens": count}
             out = network.generate(ids, do_sample=True, temperature=TEMPERATURE, pad_token_id=0, **lengths)
             total += int((out[0] >= 0).sum()) - len(prompt)  # reads them: the device is done
         return total
 
-    return generate
+    return Loaded(generate, {"attention": config._attn_implementation})
 
 
-ENGINES: dict[str, Callable[[str, Path, str], Generate]] = {
+ENGINES: dict[str, Callable[[Request], Loaded]] = {
     "kvatlas": load_kvatlas,
     "vllm": load_vllm,
     "mini_sglang": load_mini_sglang,
@@ -161,7 +197,6 @@ DISTRIBUTIONS = {"vllm": "vllm", "mini_sglang": "flashinfer-python", "transforme
 
 ENVIRONMENT = {
     "vllm": {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "HF_HUB_OFFLINE": "1",

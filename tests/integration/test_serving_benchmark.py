@@ -1,4 +1,4 @@
-"""The benchmarks of the served path, of the start and of peers run on a CPU; their figures fit together."""
+"""The benchmarks of the served path and of the start run on a CPU; their figures fit together."""
 
 import json
 import subprocess
@@ -60,14 +60,3 @@ def test_two_starts_are_measured_to_their_first_token(tmp_path: Path) -> None:
         assert 0 < start["ready_seconds"] < start["first_token_seconds"] < 60
         events = [event["event"] for event in start["timeline"]]
         assert events.index("listening") < events.index("ready")
-
-
-@pytest.mark.slow
-def test_a_peer_that_fails_leaves_the_figures_of_the_others(tmp_path: Path) -> None:
-    """transformers refuses this shape: 6 heads do not divide a width of 64."""
-    figures = run_benchmark("peers", tmp_path, "--peers", "transformers", "kvatlas", "--workloads", "b1")
-    engines = figures["engines"]
-    assert engines["transformers"] == {"rows": [], "ended": "exit 1"}
-    assert [(row["workload"], row["pass"]) for row in engines["kvatlas"]["rows"]] == [("b1", 1), ("b1", 2)]
-    assert all(row["output_tokens"] == 256 for row in engines["kvatlas"]["rows"])
-    assert figures["ratios"] == {"transformers": {}}

@@ -1,4 +1,4 @@
-"""What the benchmarks make of what they saw: workloads, rates, gaps, ratios, the timeline of a start."""
+"""What the benchmarks make of what they saw: workloads, rates, gaps, the timeline of a start."""
 
 import json
 import sys
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.__main__ import ratios
 from benchmarks.record import write_result
 from benchmarks.serving_cases import first_token_ms, gaps_ms, percentiles, rate
 from benchmarks.startup import timeline
@@ -59,15 +58,6 @@ def test_gaps_lie_between_messages_of_one_stream_and_within_the_window() -> None
     assert first_token_ms(ANSWERS) == [10.0, 20.0]
     assert percentiles([3.0, 1.0, 2.0]) == {"p50": 2.0, "p90": 3.0, "p99": 3.0, "max": 3.0}
     assert percentiles([]) == {}
-
-
-def test_ratios_compare_equal_passes_only() -> None:
-    def row(number: int, tokens: float) -> dict[str, object]:
-        return {"workload": "b1", "pass": number, "tokens_per_second": tokens}
-
-    engines = {"kvatlas": {"rows": [row(1, 50.0), row(2, 300.0)]}, "vllm": {"rows": [row(2, 100.0)]}}
-    assert ratios(engines) == {"vllm": {"b1 pass 2": 3.0}}
-    assert ratios({"vllm": {"rows": []}}) == {"vllm": {}}
 
 
 def test_the_timeline_counts_from_the_start_and_names_phases() -> None:

@@ -1,0 +1,173 @@
+"""Engines side by side: who starts when, whose turn it is, what is compared, and that every process ends."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from benchmarks.peers import fleet as fleet_module
+from benchmarks.peers.__main__ import ratios
+from benchmarks.peers.fleet import Fleet, Limits, Settings
+from benchmarks.peers.process import EngineProcess
+from benchmarks.peers.sizes import engine_bytes, pool_tokens, token_bytes, weight_bytes
+from benchmarks.workloads import Workload, named
+
+SMALL, LARGE = "random:qwen3-0.6b", "random:llama-3.1-8b"
+TOKENS = pool_tokens([named("offline256")])
+
+
+class FakeProcess:
+    """Ready at once; answers every order; `fails` names orders at which an engine ends."""
+
+    events: ClassVar[list[str]] = []
+    fails: ClassVar[set[str]] = set()
+
+    def __init__(self, engine: str, model: str, device: str, tokens: int, log: Path, site: str) -> None:
+        self.name, self.ended, self.last_lines = engine + ("+" if model == LARGE else ""), "", []
+        self.events.append(f"start {self.name}")
+
+    def ready(self, limit_seconds: float) -> dict[str, Any] | None:
+        return self._answer("ready", {"ready_seconds": 1.0})
+
+    def run(self, workload: str, number: int, limit_seconds: float) -> dict[str, Any] | None:
+        row = {"workload": workload, "pass": number, "tokens_per_second": 1.0}
+        return self._answer(f"{workload}.{number}", row)
+
+    def close(self) -> None:
+        self.events.append(f"end {self.name}")
+
+    def _answer(self, what: str, message: dict[str, Any]) -> dict[str, Any] | None:
+        self.events.append(f"{what} {self.name}")
+        if f"{what} {self.name}" in self.fails:
+            self.ended = "exit 1"
+            return None
+        return message
+
+
+@pytest.fixture(autouse=True)
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What fake processes were asked, in order."""
+    monkeypatch.setattr(fleet_module, "EngineProcess", FakeProcess)
+    monkeypatch.setattr(FakeProcess, "events", [])
+    monkeypatch.setattr(FakeProcess, "fails", set())
+    return FakeProcess.events
+
+
+def make_fleet(tmp_path: Path, memory: int, whole: float = 60.0) -> Fleet:
+    comparisons = [(SMALL, ["kvatlas", "vllm"]), (LARGE, ["kvatlas", "vllm"])]
+    return Fleet(comparisons, Settings("cuda", TOKENS, Limits(10.0, 10.0, whole, memory), tmp_path, {}))
+
+
+def test_what_fits_starts_at_once_and_the_slow_starter_of_the_next_model_too(
+    tmp_path: Path, events: list[str]
+) -> None:
+    fleet = make_fleet(tmp_path, 2 * engine_bytes(SMALL, TOKENS) + engine_bytes(LARGE, TOKENS))
+    fleet.start()
+    assert events[:3] == ["start kvatlas", "start vllm", "start vllm+"]
+    assert events[3:] == ["ready kvatlas", "ready vllm", "ready vllm+"]
+    assert fleet.resident() == ["kvatlas-qwen3-0.6b", "vllm-qwen3-0.6b", "vllm-llama-3.1-8b"]
+    fleet.end(SMALL)
+    fleet.start()
+    assert events[6:] == ["end kvatlas", "end vllm", "start kvatlas+", "ready kvatlas+"]
+    fleet.close()
+    assert events[10:] == ["end kvatlas+", "end vllm+"]
+
+
+def test_passes_alternate_between_the_engines(tmp_path: Path, events: list[str]) -> None:
+    fleet = make_fleet(tmp_path, 2 * engine_bytes(SMALL, TOKENS))
+    fleet.start()
+    del events[:]
+    list(fleet.passes(SMALL, [("b1", 2), ("b8", 1)]))
+    assert events == [
+        f"{turn} {engine}" for turn in ("b1.1", "b1.2", "b8.1") for engine in ("kvatlas", "vllm")
+    ]
+    assert [row["pass"] for row in fleet.of(SMALL)[1].found["rows"]] == [1, 2, 1]
+
+
+def test_an_engine_that_ends_keeps_its_rows_and_stops_no_other(tmp_path: Path, events: list[str]) -> None:
+    FakeProcess.fails = {"b1.2 vllm"}
+    fleet = make_fleet(tmp_path, 2 * engine_bytes(SMALL, TOKENS))
+    fleet.start()
+    list(fleet.passes(SMALL, [("b1", 2), ("b8", 1)]))
+    ours, peer = (entry.found for entry in fleet.of(SMALL))
+    assert (len(ours["rows"]), len(peer["rows"]), peer["ended"]) == (3, 1, "exit 1")
+    assert "ended" not in ours
+    assert fleet.resident() == ["kvatlas-qwen3-0.6b"]
+
+
+def test_who_never_found_room_is_named(tmp_path: Path, events: list[str]) -> None:
+    fleet = make_fleet(tmp_path, engine_bytes(SMALL, TOKENS))
+    fleet.start()
+    fleet.end(SMALL)
+    assert fleet.of(SMALL)[1].found["ended"].startswith("not started")
+    assert "start vllm" not in events
+
+
+def test_nothing_is_asked_when_the_time_is_over(tmp_path: Path, events: list[str]) -> None:
+    fleet = make_fleet(tmp_path, 1 << 60, whole=0.0)
+    fleet.start()
+    del events[:]
+    list(fleet.passes(SMALL, [("b1", 1)]))
+    assert events == []
+    assert fleet.of(SMALL)[0].found["ended"] == "the time of the whole run was over"
+
+
+def test_the_pool_holds_the_most_that_is_held_at_once() -> None:
+    """Lengths 3 + 2 and 1 + 5: 7 after the second token, when the first is still there."""
+    assert Workload("two", [[3] * 3, [3]], [2, 5]).peak_tokens == 8
+    assert Workload("late", [[3] * 3, [3]], [2, 9]).peak_tokens == 10
+    assert named("b64").peak_tokens == 64 * 768
+    peak = named("offline256").peak_tokens
+    assert peak * 1.1 <= TOKENS + 1 <= peak * 1.1 + 4097
+    assert TOKENS % 16 == 0
+
+
+def test_bytes_of_an_engine_are_those_of_the_published_models() -> None:
+    assert token_bytes(SMALL) == 114_688
+    assert token_bytes(LARGE) == 131_072
+    assert weight_bytes(SMALL) == pytest.approx(2 * 596e6, rel=0.01)
+    assert weight_bytes(LARGE) == pytest.approx(2 * 8.03e9, rel=0.01)
+
+
+def test_ratios_compare_first_with_first_and_the_medians_of_later_passes() -> None:
+    def row(number: int, tokens: float, workload: str = "b1") -> dict[str, object]:
+        return {"workload": workload, "pass": number, "tokens_per_second": tokens}
+
+    ours = [row(1, 50.0), row(2, 300.0), row(3, 100.0), row(1, 7.0, "b8")]
+    engines = {"kvatlas": {"rows": ours}, "vllm": {"rows": [row(1, 100.0), row(2, 100.0)]}}
+    assert ratios(engines) == {"vllm": {"b1": {"first": 0.5, "later": 2.0}}}
+    engines["vllm"]["rows"].append(row(1, 14.0, "b8"))
+    assert ratios(engines)["vllm"]["b8"] == {"first": 0.5}
+    assert ratios({"vllm": {"rows": []}}) == {"vllm": {}}
+
+
+def test_ratios_leave_out_what_ours_did_not_reach() -> None:
+    row = {"workload": "b1", "pass": 1, "tokens_per_second": 2.0}
+    assert ratios({"kvatlas": {"rows": []}, "vllm": {"rows": [row]}}) == {"vllm": {}}
+    later = row | {"pass": 2}
+    assert ratios({"kvatlas": {"rows": [row]}, "vllm": {"rows": [row, later]}}) == {
+        "vllm": {"b1": {"first": 1.0}}
+    }
+
+
+def test_a_process_that_dies_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    process = EngineProcess("no-engine", "random:tiny", "cpu", 64, tmp_path / "log")
+    assert process.ready(60.0) is None
+    assert process.ended == "exit 1"
+    assert process.last_lines[-1] == "KeyError: 'no-engine'"
+    assert "KeyError" in (tmp_path / "log").read_text()
+    assert process.run("b1", 1, 5.0) is None  # and nothing is waited for
+    process.close()
+
+
+def test_a_process_that_is_late_is_ended_with_its_group(tmp_path: Path) -> None:
+    process = EngineProcess("kvatlas", "random:tiny", "cpu", 4096, tmp_path / "log")
+    group = process.group
+    began = time.monotonic()
+    assert process.ready(0.0) is None
+    assert process.ended.startswith("not ready after")
+    assert time.monotonic() - began < 60
+    with pytest.raises(ProcessLookupError):
+        os.killpg(group, 0)
