@@ -1,82 +1,105 @@
 """Everything a GPU host shows, in one call: the GPU tests, then every measurement, each with its own limit.
 
     python -m benchmarks.suite
-    python -m benchmarks.suite --only peers-8b startup-0.6b --budget 560
+    python -m benchmarks.suite --only peers startup-0.6b --budget 560
 
-A stage that fails or runs out of its time is named at the end and does not stop the others. What does not fit
-into the rest of `--budget` is not begun and named too. Output of a stage: one file in `--logs`; its figures:
-the JSON that its benchmark writes. Ends with 1 if a stage failed.
+Tests need the device right, not alone: their files run in several processes at once. Measurements run one
+after another. A stage that fails or runs out of its time is named at the end and does not stop the others.
+What does not fit into the rest of `--budget` is not begun and named too. Output of a command: one file in
+`--logs`; its figures: the JSON that its benchmark writes. Ends with 1 if a stage failed.
 """
 
 import argparse
+import collections
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 SMALL, LARGE = "random:qwen3-0.6b", "random:llama-3.1-8b"
+PYTEST = "python -m pytest -v --tb=short -p no:cacheprovider --timeout 0 --maxfail 5"
 # As `make memcheck`: a read past a tensor would hit the next one of the caching allocator.
 MEMCHECK = (
     "env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no"
     " --target-processes all --error-exitcode 9 --launch-timeout 0"
 )
-KERNEL_TESTS = (
-    "tests/gpu/test_small_kernels_gpu.py tests/gpu/test_attention_gpu.py tests/gpu/test_sample_kernel_gpu.py"
-)
+TESTS = Path(__file__).resolve().parents[1] / "tests" / "gpu"
+# The longest first, so that none begins last.
+KERNEL_TESTS = ("attention", "sample_kernel", "paged_cuda", "small_kernels")
+MEMCHECKED = ("attention", "sample_kernel", "small_kernels")
+LONG_ENGINE_TESTS = ("engine", "fp8")
+AT_ONCE = 4  # processes of a stage of tests
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A command, how long it takes on one H200 and how long it may take, in seconds."""
+    """Commands by name, `at_once` of them at a time; seconds it takes on one H200 and may take."""
 
     name: str
-    command: str
+    commands: Mapping[str, str]
     usual_s: int
     limit_s: int
-
-    @property
-    def arguments(self) -> list[str]:
-        return [sys.executable if word == "python" else word for word in shlex.split(self.command)]
+    at_once: int = 1
 
 
-def _tests(name: str, files: str, usual_s: int, limit_s: int) -> Stage:
-    return Stage(name, f"python -m pytest -v -x -p no:cacheprovider -m gpu {files}", usual_s, limit_s)
+def _engine_tests() -> list[str]:
+    """All that are not of kernels."""
+    there = {path.stem.removeprefix("test_").removesuffix("_gpu") for path in TESTS.glob("test_*_gpu.py")}
+    return [*LONG_ENGINE_TESTS, *sorted(there - {*LONG_ENGINE_TESTS, *KERNEL_TESTS})]
+
+
+def _file(test: str) -> str:
+    return f"tests/gpu/test_{test}_gpu.py"
+
+
+def _tests(name: str, tests: Iterable[str], usual_s: int, limit_s: int) -> Stage:
+    commands = {f"{name}-{test}": f"{PYTEST} -m gpu {_file(test)}" for test in tests}
+    return Stage(name, commands, usual_s, limit_s, AT_ONCE)
+
+
+def _alone(name: str, command: str, usual_s: int, limit_s: int) -> Stage:
+    return Stage(name, {name: f"python -m benchmarks.{command}"}, usual_s, limit_s)
+
+
+def _memcheck(test: str) -> str:
+    return f"{MEMCHECK} {PYTEST} -m 'gpu and not slow' -k 'not graph and not captured' {_file(test)}"
 
 
 STAGES: tuple[Stage, ...] = (
-    _tests("tests-kernels", KERNEL_TESTS, 180, 400),
-    _tests("tests-engine", "tests/gpu --deselect " + " --deselect ".join(KERNEL_TESTS.split()), 300, 600),
-    Stage("peers-0.6b", f"python -m benchmarks.peers --model {SMALL} --peers kvatlas vllm", 230, 420),
-    Stage("peers-8b", f"python -m benchmarks.peers --model {LARGE} --peers kvatlas vllm", 330, 560),
-    Stage("startup-0.6b", f"python -m benchmarks.startup --model {SMALL}", 60, 150),
-    Stage("startup-8b", f"python -m benchmarks.startup --model {LARGE}", 90, 200),
-    Stage("serving", f"python -m benchmarks.serving --model {SMALL}", 150, 300),
-    Stage(
-        "fp8-8b", f"python -m benchmarks.offline --model {LARGE} --weight-dtype fp8 --kv-dtype fp8", 70, 150
-    ),
-    Stage("deterministic-0.6b", f"python -m benchmarks.offline --model {SMALL} --deterministic", 50, 120),
-    Stage("observation", f"python -m benchmarks.observation --device cuda --model {SMALL}", 110, 240),
-    Stage("backends", "python -m benchmarks.kernels.backends", 150, 300),
-    Stage(
-        "memcheck",
-        f"{MEMCHECK} python -m pytest -v --timeout 0 -m gpu -k 'not graph and not captured' {KERNEL_TESTS}",
-        500,
-        590,
-    ),
+    _tests("tests-kernels", KERNEL_TESTS, 250, 590),
+    _tests("tests-engine", _engine_tests(), 300, 590),
+    Stage("memcheck", {f"memcheck-{test}": _memcheck(test) for test in MEMCHECKED}, 400, 590, AT_ONCE),
+    _alone("peers", f"peers --compare {SMALL} kvatlas vllm --compare {LARGE} kvatlas vllm", 330, 590),
+    _alone("startup-0.6b", f"startup --model {SMALL}", 60, 150),
+    _alone("startup-8b", f"startup --model {LARGE}", 90, 200),
+    _alone("serving", f"serving --model {SMALL}", 150, 300),
+    _alone("fp8-8b", f"offline --model {LARGE} --weight-dtype fp8 --kv-dtype fp8", 70, 150),
+    _alone("deterministic-0.6b", f"offline --model {SMALL} --deterministic", 50, 120),
+    _alone("observation", f"observation --device cuda --model {SMALL}", 110, 240),
+    _alone("backends", "kernels.backends", 150, 300),
 )
 
 
-def run(stage: Stage, log: Path, limit_s: float) -> str:
-    """Runs a stage in a process group of its own and says how it ended: ok, failed (n), or over time."""
+def arguments(command: str) -> list[str]:
+    """The words of a command; `python` is this interpreter."""
+    return [sys.executable if word == "python" else word for word in shlex.split(command)]
+
+
+def run(command: str, log: Path, limit_s: float) -> str:
+    """Runs a command in a process group of its own; how it ended: ok, failed (n), or over time."""
+    if limit_s <= 0:
+        return "over time"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            stage.arguments, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            arguments(command), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             code = process.wait(limit_s)
@@ -94,6 +117,39 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def run_stage(stage: Stage, logs: Path, limit_s: float) -> str:
+    """ok, or what became of each command that is not; then what pytest counted, over all commands."""
+    deadline = time.monotonic() + limit_s
+    with ThreadPoolExecutor(stage.at_once) as pool:
+        ends = {
+            name: pool.submit(
+                lambda name=name, command=command: run(
+                    command, logs / f"{name}.log", deadline - time.monotonic()
+                )
+            )
+            for name, command in stage.commands.items()
+        }
+    outcomes = {name: end.result() for name, end in ends.items()}
+    bad = {name: outcome for name, outcome in outcomes.items() if outcome != "ok"}
+    if len(stage.commands) == 1:
+        text = next(iter(outcomes.values()))
+    else:
+        text = "; ".join(f"{name} {outcome}" for name, outcome in bad.items()) or "ok"
+    counts = count_tests(logs / f"{name}.log" for name in stage.commands)
+    return text + (f" [{', '.join(f'{number} {word}' for word, number in counts.items())}]" if counts else "")
+
+
+def count_tests(logs: Iterable[Path]) -> dict[str, int]:
+    """What the last lines of pytest say, added up: {"passed": 40, "skipped": 2}; nothing for other logs."""
+    total: collections.Counter[str] = collections.Counter()
+    for log in logs:
+        text = log.read_text(errors="replace") if log.exists() else ""
+        ends = re.findall(r"^=+ (.*\d+ (?:passed|failed|skipped|error|deselected).*) in .*=+$", text, re.M)
+        for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", ends[-1] if ends else ""):
+            total[word.removesuffix("s") if word == "errors" else word] += int(number)
+    return dict(total)
+
+
 def run_all(stages: Sequence[Stage], logs: Path, budget_s: float) -> dict[str, str]:
     """The outcome of each stage by name; a line is printed as each begins and ends."""
     logs.mkdir(parents=True, exist_ok=True)
@@ -104,9 +160,9 @@ def run_all(stages: Sequence[Stage], logs: Path, budget_s: float) -> dict[str, s
         if left < stage.usual_s:
             outcomes[stage.name] = f"not begun: takes {stage.usual_s} s, {max(left, 0):.0f} s left"
             continue
-        print(f"[{number}/{len(stages)}] {stage.name}: {stage.command}", flush=True)
+        print(f"[{number}/{len(stages)}] {stage.name}: {'; '.join(stage.commands)}", flush=True)
         start = time.monotonic()
-        outcome = run(stage, logs / f"{stage.name}.log", min(stage.limit_s, left))
+        outcome = run_stage(stage, logs, min(stage.limit_s, left))
         outcomes[stage.name] = f"{outcome} after {time.monotonic() - start:.0f} s"
         print(f"    {outcomes[stage.name]}", flush=True)
     return outcomes
