@@ -72,7 +72,13 @@ def compare(
     how = {**how, "on_the_device": fleet.resident()}
     for entry in fleet.passes(model, workloads):
         if "ended" not in entry.found:
-            print(entry.name, entry.found["rows"][-1], flush=True)
+            print(
+                entry.name,
+                "{workload} pass {pass}: {tokens_per_second:,.0f}/s, {seconds} s".format_map(
+                    entry.found["rows"][-1]
+                ),
+                flush=True,
+            )
         _write(model, entries, how, folder)
     fleet.end(model)
     return _write(model, entries, how, folder)
