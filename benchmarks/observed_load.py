@@ -46,6 +46,10 @@ class Done:
         self._step = step
         self._ready = ready
 
+    def is_ready(self) -> bool:
+        """Whether the time is over."""
+        return time.perf_counter() >= self._ready
+
     def result(self) -> StepResult:
         """Waits as for a device: without the interpreter."""
         if (left := self._ready - time.perf_counter()) > 0:

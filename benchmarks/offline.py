@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from benchmarks.record import write_result
 from benchmarks.workloads import Workload, fixed, named
+from worker import first_tokens
 from worker.config import WorkerConfig
 from worker.devices import choose_device
 from worker.execution.runner import Runner, StepHandle
@@ -80,6 +81,8 @@ class Engine:
         clock = time.perf_counter
         began = clock()
         while True:
+            if len(in_flight) == 1 and first_tokens.are_there(*in_flight[0]):
+                self._commit(scheduler, in_flight, tally, began)
             start = clock()
             step = scheduler.schedule(time.monotonic())
             scheduled = clock()
@@ -90,20 +93,27 @@ class Engine:
                 tally.launch += clock() - scheduled
             keep = 1 if self.overlap and step is not None else 0
             while len(in_flight) > keep:
-                oldest, handle = in_flight.popleft()
-                before = clock()
-                result = handle.result()
-                waited = clock()
-                scheduler.commit(oldest, result, time.monotonic())
-                tally.wait += waited - before
-                tally.commit += clock() - waited
-                if oldest.num_decode < len(oldest.rows):
-                    tally.prompts = waited - began
-            outputs = scheduler.take_outputs()
-            if not tally.first_token and any(columns.token_ids for columns in outputs.values()):
-                tally.first_token = clock() - began
+                self._commit(scheduler, in_flight, tally, began)
             if not in_flight and not scheduler.has_work(time.monotonic()):
                 return
+
+    @staticmethod
+    def _commit(
+        scheduler: Scheduler, in_flight: deque[tuple[Step, StepHandle]], tally: Tally, began: float
+    ) -> None:
+        clock = time.perf_counter
+        oldest, handle = in_flight.popleft()
+        before = clock()
+        result = handle.result()
+        waited = clock()
+        scheduler.commit(oldest, result, time.monotonic())
+        tally.wait += waited - before
+        tally.commit += clock() - waited
+        if oldest.num_decode < len(oldest.rows):
+            tally.prompts = waited - began
+        outputs = scheduler.take_outputs()
+        if not tally.first_token and any(columns.token_ids for columns in outputs.values()):
+            tally.first_token = clock() - began
 
     def scheduler(self) -> Scheduler:
         """A fresh one, with an empty prefix cache."""

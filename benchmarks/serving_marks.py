@@ -114,6 +114,7 @@ def mark_worker(marks: Marks, arguments: Sequence[str]) -> None:
 
 def mark_service(marks: Marks, arguments: Sequence[str]) -> None:
     """The service's stations."""
+    marks.wrap("service.interceptor:Interceptor.intercept_service", before="headers there")
     marks.wrap("service.telemetry:Telemetry._call", before="call")
     marks.wrap("service.handlers.generation:GenerationServicer.StreamGenerate", before="handler")
     marks.wrap("service.handlers.run:GenerationRun.submit", before="checked")

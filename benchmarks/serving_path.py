@@ -30,6 +30,7 @@ from benchmarks.workloads import fixed, id_limit
 
 SENT, FIRST = "client calls", "client has token"
 STATIONS = (
+    "headers there",
     "call",
     "handler",
     "checked",

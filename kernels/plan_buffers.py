@@ -24,6 +24,10 @@ class Event(Protocol):
         """Waits until the stream has come that far; at once when nothing was recorded."""
         ...
 
+    def query(self) -> bool:
+        """Whether `synchronize` would not wait."""
+        ...
+
 
 def new_event(device: torch.device) -> Event:
     """An event of the device's current stream; where there are no streams everything is over at once."""
@@ -39,6 +43,10 @@ class _NoEvent:
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Everything is over."""
+        return True
 
 
 class PlanBuffers:

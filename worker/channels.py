@@ -112,12 +112,18 @@ class OutputQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def put(self, item: T) -> None:
-        """Adds one and wakes the reader; never waits."""
+    def put(self, item: T, *, wakes: bool = True) -> None:
+        """Adds one and wakes the reader, or leaves that to a `wake` soon after; never waits."""
         self._items.append(item)
         if len(self._items) >= self._limit:
             self._has_room.clear()
-        self.wakeup.notify()
+        if wakes:
+            self.wakeup.notify()
+
+    def wake(self) -> None:
+        """Wakes the reader if there is something to read."""
+        if self._items:
+            self.wakeup.notify()
 
     def take(self, most: int) -> list[T]:
         """The oldest items, at most so many."""

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from worker import first_tokens
 from worker.channels import CommandQueue, Handover, OutputQueue
 from worker.description import WorkerState
 from worker.execution.runner import BrokenHandle, Runner, StepHandle
@@ -154,14 +155,20 @@ class Engine:
         for command in self._commands.drain(COMMANDS_PER_TURN):
             self._obedience.obey(command, now)
             self._watch.has_news = True
-        step = self._launch(now)
+        if not self._settings.overlap:
+            self._outputs.wake()  # a launch is the whole step: answers to requests go out before it
+        has_committed = self._commit_first_tokens()
+        step = self._launch(self._clock())
+        self._outputs.wake()  # not before: their sender would want the interpreter during the launch
         is_busy = bool(self._in_flight)
         keep = 1 if self._settings.overlap and step is not None else 0
         while len(self._in_flight) > keep:
             self._commit_oldest()
+            has_committed = True
         self._publish()
         now = self._clock()
-        self._watch.look(now)
+        if has_committed or not self._in_flight:  # not between a first launch and its result
+            self._watch.look(now)
         if not is_busy and not self._scheduler.has_work(now):
             self._sleep(now)
 
@@ -212,6 +219,17 @@ class Engine:
             self._obedience.obey(command, woken)
 
     # Steps.
+
+    def _commit_first_tokens(self) -> bool:
+        """First tokens go out before the next step is decided, if the device has them."""
+        if len(self._in_flight) != 1:
+            return False
+        launched = self._in_flight[0]
+        if not first_tokens.are_there(launched.step, launched.handle):
+            return False
+        self._commit_oldest()
+        self._publish()
+        return True
 
     def _commit_oldest(self) -> None:
         launched = self._in_flight[0]
@@ -282,6 +300,7 @@ class Engine:
         if by_source:
             seconds = self._watch.last_step_seconds
             self._outputs.put(StepOutputs(self._board.step.number, seconds, by_source))
+        self._outputs.wake()
 
     # Ends.
 

@@ -119,7 +119,8 @@ class Obedience:
             trace_id = trace_id_of(spec.traceparent)
             logger.exception("event=add_failed request=%s trace=%s", spec.request_id, trace_id)
             outcome = AddOutcome(AddStatus.INVALID, message="internal error")
-        self._outputs.put(AddAnswer(spec.source, spec.sequence_id, spec.sample_count, outcome))
+        answer = AddAnswer(spec.source, spec.sequence_id, spec.sample_count, outcome)
+        self._outputs.put(answer, wakes=False)  # the engine does, at a moment that suits its launch
 
     def _answer(self, command: Flush, work: Callable[[], LinkMessage]) -> None:
         try:

@@ -42,6 +42,9 @@ class SlowEvent:
         self._stream.waits += self._stream.done < self._at
         self._stream.run(self._at)
 
+    def query(self) -> bool:
+        return self._stream.done >= self._at
+
 
 class Careless(SlowEvent):
     """Nobody waits for it."""

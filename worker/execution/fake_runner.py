@@ -114,6 +114,10 @@ class FakeHandle:
         self.outcome: StepResult | None = None
         self.poison: list[int] = []  # pages to be filled behind this step
 
+    def is_ready(self) -> bool:
+        """Whether it has run and its time is over."""
+        return self.outcome is not None and time.monotonic() >= self.ready_time
+
     def result(self) -> StepResult:
         """Runs everything launched up to this step; waits for its time."""
         self._runner.run_until(self)

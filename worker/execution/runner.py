@@ -15,6 +15,10 @@ class StepHandle(Protocol):
         """Whether a CUDA graph was replayed."""
         ...
 
+    def is_ready(self) -> bool:
+        """Whether `result` would not wait for the device; never raises."""
+        ...
+
     def result(self) -> StepResult:
         """Waits for the step and returns its outcome; raises what the device raised. Called once."""
         ...
@@ -27,6 +31,10 @@ class BrokenHandle:
 
     def __init__(self, error: Exception) -> None:
         self._error = error
+
+    def is_ready(self) -> bool:
+        """Always: nothing is on its way."""
+        return True
 
     def result(self) -> StepResult:
         """Raises why."""

@@ -68,6 +68,10 @@ class StepOutcome:
         self._number = buffer.number
         self._num_rows = num_rows
 
+    def is_ready(self) -> bool:
+        """Whether `arrived` would not wait."""
+        return self._buffer.event.query()
+
     def arrived(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Waits for the step. Ids and whether the logits were finite, [num_rows]; views of the buffer."""
         buffer = self._buffer

@@ -259,6 +259,10 @@ class HiddenCheck:
         self._nonfinite = OnTheWay(nonfinite)  # bool [num_tokens]
         self._q_indptr = q_indptr
 
+    def is_ready(self) -> bool:
+        """Whether `spans` would not wait."""
+        return self._nonfinite.is_ready()
+
     def spans(self) -> list[int]:
         """Waits for the flags."""
         nonfinite = self._nonfinite.arrived()
@@ -267,6 +271,14 @@ class HiddenCheck:
         of_spans = np.add.reduceat(nonfinite, self._q_indptr[:-1], dtype=np.int64).nonzero()[0]
         found: list[int] = of_spans.tolist()
         return found
+
+
+def is_over(query: Callable[[], bool]) -> bool:
+    """What a device says of a step; one that failed is over, and its result says why."""
+    try:
+        return query()
+    except RuntimeError:
+        return True
 
 
 class Launched:
@@ -292,6 +304,11 @@ class Launched:
         self._check = check
         self.ids = OnTheWay(sampled.ids) if sampled else None
         self._is_finite = OnTheWay(sampled.is_finite) if sampled else None
+
+    def is_ready(self) -> bool:
+        """See StepHandle."""
+        last = self._is_finite or self._check  # what was queued last; the stream is in order
+        return last is None or is_over(last.is_ready)
 
     def result(self) -> StepResult:
         """Waits for the copies, then reads them."""
