@@ -11,7 +11,6 @@ that what was measured is there whatever happens to the next.
 """
 
 import argparse
-import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,48 +18,14 @@ from typing import Any
 
 from benchmarks.peers.engines import ENGINES, ENVIRONMENT
 from benchmarks.peers.fleet import Entry, Fleet, Limits, Settings
+from benchmarks.peers.rates import OURS, ratios
 from benchmarks.peers.sizes import device_bytes, pool_tokens
+from benchmarks.peers.table import markdown
 from benchmarks.record import RESULTS, device_name, write_result
 from benchmarks.workloads import named
 
-OURS = "kvatlas"
 DEFAULT = [["random:qwen3-0.6b", OURS, "vllm"]]
 WORKLOADS = ["b1:3", "b8:3", "b64:3", "offline256:2"]
-
-Found = Mapping[str, Mapping[str, Any]]  # by engine
-
-
-def ratios(engines: Found) -> dict[str, dict[str, dict[str, float]]]:
-    """Ours over each peer: `{"vllm": {"b1": {"first": 2.5, "later": 2.1}}}`.
-
-    first: the first pass of each; later: the medians of the passes after it.
-    """
-    ours = _rates(engines.get(OURS, {"rows": []}))
-    return {
-        peer: {
-            workload: {
-                kind: round(ours[workload][kind] / rate, 3)
-                for kind, rate in rates.items()
-                if kind in ours[workload]
-            }
-            for workload, rates in _rates(found).items()
-            if workload in ours
-        }
-        for peer, found in engines.items()
-        if peer != OURS
-    }
-
-
-def _rates(found: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    passes: dict[str, dict[int, float]] = {}
-    for row in found["rows"]:
-        passes.setdefault(row["workload"], {})[row["pass"]] = row["tokens_per_second"]
-    rates: dict[str, dict[str, float]] = {}
-    for workload, by_number in passes.items():
-        later = [rate for number, rate in by_number.items() if number > 1]
-        rates[workload] = {"first": by_number[1]} if 1 in by_number else {}
-        rates[workload] |= {"later": statistics.median(later)} if later else {}
-    return rates
 
 
 def compare(
@@ -72,13 +37,9 @@ def compare(
     how = {**how, "on_the_device": fleet.resident()}
     for entry in fleet.passes(model, workloads):
         if "ended" not in entry.found:
-            print(
-                entry.name,
-                "{workload} pass {pass}: {tokens_per_second:,.0f}/s, {seconds} s".format_map(
-                    entry.found["rows"][-1]
-                ),
-                flush=True,
-            )
+            row = entry.found["rows"][-1]
+            rate = f"{row['tokens_per_second']:,.0f}/s in {row['seconds']} s"
+            print(entry.name, row["workload"], "pass", row["pass"], rate, flush=True)
         _write(model, entries, how, folder)
     fleet.end(model)
     return _write(model, entries, how, folder)
@@ -92,17 +53,11 @@ def _write(model: str, entries: Sequence[Entry], how: Mapping[str, Any], folder:
 
 
 def print_table(entries: Sequence[Entry]) -> None:
-    """Output tokens a second, first pass / median of the later ones, and what ours are over the others'."""
-    engines = {entry.engine: entry.found for entry in entries}
-    over = ratios(engines)
+    """When each engine was ready, what ended it, and the rates side by side."""
     for entry in entries:
-        print(f"{entry.name}: ready after {entry.found.get('ready_seconds', '-')} s", end="")
-        print(f", {entry.found['ended']}" if "ended" in entry.found else "")
-        for workload, rates in _rates(entry.found).items():
-            ours = over.get(entry.engine, {}).get(workload, {})
-            texts = [f"{kind} {rate:,.0f}" for kind, rate in rates.items()]
-            texts += [f"{OURS} over it {ours}"] if ours else []
-            print(f"  {workload:<12}", "  ".join(texts))
+        ready = entry.found.get("ready_seconds", "-")
+        print(f"{entry.name}: ready after {ready} s", entry.found.get("ended", ""))
+    print(markdown({entry.engine: entry.found for entry in entries}))
 
 
 def main() -> None:

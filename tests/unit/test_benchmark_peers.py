@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 import pytest
 
 from benchmarks.peers import fleet as fleet_module
-from benchmarks.peers.__main__ import ratios
 from benchmarks.peers.fleet import Fleet, Limits, Settings
 from benchmarks.peers.process import EngineProcess
+from benchmarks.peers.rates import ratios
 from benchmarks.peers.sizes import engine_bytes, pool_tokens, token_bytes, weight_bytes
+from benchmarks.peers.table import markdown
 from benchmarks.workloads import Workload, named
 
 SMALL, LARGE = "random:qwen3-0.6b", "random:llama-3.1-8b"
@@ -150,6 +151,24 @@ def test_ratios_leave_out_what_ours_did_not_reach() -> None:
     assert ratios({"kvatlas": {"rows": [row]}, "vllm": {"rows": [row, later]}}) == {
         "vllm": {"b1": {"first": 1.0}}
     }
+
+
+def test_a_table_has_a_dash_where_an_engine_has_no_pass() -> None:
+    def rows(*rates: float) -> dict[str, object]:
+        return {
+            "rows": [
+                {"workload": "b1", "pass": number, "tokens_per_second": rate}
+                for number, rate in enumerate(rates, 1)
+            ]
+        }
+
+    engines = {"kvatlas": rows(1000.4, 3000.0, 2000.0), "vllm": rows(500.2), "mini_sglang": rows()}
+    assert markdown(engines).splitlines() == [
+        "| workload | pass | kvatlas | vLLM | mini-sglang | over vLLM | over mini-sglang |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| b1 | first | 1,000 | 500 | - | 2.00 | - |",
+        "|  | later | 2,500 | - | - | - | - |",
+    ]
 
 
 def test_a_process_that_dies_says_why_and_leaves_nothing(tmp_path: Path) -> None:

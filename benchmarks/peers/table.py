@@ -1,0 +1,45 @@
+"""The result of a comparison as the table that docs/benchmarks.md shows.
+
+python -m benchmarks.peers.table benchmarks/results/2026-11-30-x86_64-H200-peers-qwen3-0.6b.json
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.rates import KINDS, OURS, rates_by_workload, ratios
+
+NAMES = {"vllm": "vLLM", "mini_sglang": "mini-sglang"}
+
+
+def markdown(engines: Mapping[str, Mapping[str, Any]]) -> str:
+    """A row per workload and kind of pass: output tokens a second of each engine, ours over each peer."""
+    peers = [engine for engine in engines if engine != OURS]
+    names = [NAMES.get(peer, peer) for peer in peers]
+    heads = ["workload", "pass", OURS, *names, *(f"over {name}" for name in names)]
+    rates = {engine: rates_by_workload(found["rows"]) for engine, found in engines.items()}
+    over = ratios(engines)
+    lines = [heads, ["---"] * len(heads)]
+    for workload, ours in rates.get(OURS, {}).items():
+        for kind in KINDS:
+            if kind not in ours:
+                continue
+            cells = [f"{rates[engine].get(workload, {}).get(kind, 0):,.0f}" for engine in (OURS, *peers)]
+            cells += [f"{over[peer].get(workload, {}).get(kind, 0):.2f}" for peer in peers]
+            shown = ["-" if cell in {"0", "0.00"} else cell for cell in cells]
+            lines.append([workload if kind == KINDS[0] else "", kind, *shown])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    """Prints the table of each file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path)
+    for path in parser.parse_args().files:
+        print(f"`{path.name}`\n\n{markdown(json.loads(path.read_text())['figures']['engines'])}\n")
+
+
+if __name__ == "__main__":
+    main()
