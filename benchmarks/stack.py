@@ -14,13 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 import grpc
 
 from kvatlas.v1 import server_pb2, server_pb2_grpc
 
 END_SECONDS = 20.0
+Process: TypeAlias = "subprocess.Popen[bytes]"
 
 
 @dataclass(frozen=True)
@@ -46,33 +47,40 @@ def run_stack(
     services: int = 1,
     ready_seconds: float = 120.0,
     worker_environment: Mapping[str, str] = MappingProxyType({}),
-    worker_log: Path | None = None,
+    logs: Path | None = None,
     through: Sequence[str] = (),
 ) -> Iterator[Stack]:
     """Starts, waits until every service has a warm worker, and ends all of it. Raises StackDied.
 
-    The worker's log goes to a file where one is named, else to this process's errors. `through`: a module
-    that starts the processes, and its arguments, instead of `python -m worker` and `python -m service`.
+    `logs`: a folder, for worker.log, service-0.log and so on, of level info; without one, warnings go to this
+    process's errors. `through`: a module that starts the processes, and its arguments, instead of
+    `python -m worker` and `python -m service`.
     """
     with tempfile.TemporaryDirectory(prefix="kvatlas-bench-") as name, contextlib.ExitStack() as stack:
         folder, began = Path(name), time.monotonic()
-        engine = f"ipc://{folder}/engine"
+        engine, level = f"ipc://{folder}/engine", "warning" if logs is None else "info"
+
+        def start(module: str, flags: Mapping[str, object], number: int | None = None) -> "Process":
+            name = f"{module}.log" if number is None else f"{module}-{number}.log"
+            log = stack.enter_context((logs / name).open("wb")) if logs is not None else None
+            environment = worker_environment if module == "worker" else {}
+            return stack.enter_context(_process([*through, module], flags, environment, log))
+
         flags: dict[str, object] = {
             "model": model,
             "engine-address": engine,
             "pages-address": f"ipc://{folder}/pages",
             "metrics-port": -1,
-            "log-level": "warning",
+            "log-level": level,
             **worker_settings,
         }
-        log = stack.enter_context(worker_log.open("wb")) if worker_log is not None else None
-        worker = stack.enter_context(_process([*through, "worker"], flags, worker_environment, log))
+        worker = start("worker", flags)
         addresses, processes = [], [worker]
-        for _ in range(services):
+        for number in range(services):
             addresses.append(f"127.0.0.1:{_free_port()}")
             flags = {"address": addresses[-1], "workers": engine, "model": model, "metrics-address": ""}
-            flags |= {"log-level": "warning", "no-access-log": None, "drain-listen": 0}
-            processes.append(stack.enter_context(_process([*through, "service"], flags)))
+            flags |= {"log-level": level, "no-access-log": None, "drain-listen": 0}
+            processes.append(start("service", flags, number))
         for address in addresses:
             _wait_until_serving(address, processes, began + ready_seconds)
         pids = [process.pid for process in processes[1:]]
@@ -83,9 +91,9 @@ def run_stack(
 def _process(
     module: Sequence[str],
     flags: Mapping[str, object],
-    environment: Mapping[str, str] = MappingProxyType({}),
-    log: BinaryIO | None = None,
-) -> Iterator["subprocess.Popen[bytes]"]:
+    environment: Mapping[str, str],
+    log: BinaryIO | None,
+) -> Iterator["Process"]:
     command = ["env", *(f"{name}={value}" for name, value in environment.items())]
     command += [sys.executable, "-m", *module]
     for name, value in flags.items():
@@ -102,7 +110,7 @@ def _process(
             process.wait()
 
 
-def _wait_until_serving(address: str, processes: "list[subprocess.Popen[bytes]]", deadline: float) -> None:
+def _wait_until_serving(address: str, processes: "list[Process]", deadline: float) -> None:
     # Without waits between attempts that would look like a slow start.
     options = [(f"grpc.{name}_reconnect_backoff_ms", 50) for name in ("initial", "min", "max")]
     with grpc.insecure_channel(address, options=options) as channel:

@@ -4,12 +4,12 @@
     python -m benchmarks.startup --model random:tiny --device cpu
 
 Worker and service are started together, as `kvatlas serve` does; the first token is what a gRPC client has of
-a prompt of 512 ids that is sent as soon as the service says that it serves. Phases are the worker's own log
-lines: when each came, in seconds after the start, and how long the phase took where it says so.
+a prompt of 512 ids that is sent as soon as the service says that it serves. The timeline is made of both
+processes' own log lines: a phase with its beginning and its length, anything else as a moment, all in seconds
+after the start. Phases of threads lie beside those of the main thread.
 """
 
 import argparse
-import json
 import re
 import tempfile
 import time
@@ -45,32 +45,56 @@ def first_token_seconds(stack: Stack, model: str) -> float:
     raise SystemExit("a stream without a token")
 
 
-def timeline(log: str, start_ns: int) -> list[dict[str, Any]]:
-    """Events of a worker's log: seconds after the start, name, and the pairs that they carry."""
-    events = []
+def timeline(process: str, log: str, start_ns: int) -> list[dict[str, Any]]:
+    """What a process's log says of its start, in the order of the log; "at": where it began."""
+    events: list[dict[str, Any]] = []
     for line in log.splitlines():
         if matched := LINE.match(line):
             stamp, event, pairs = matched.groups()
             moment = datetime.fromisoformat(stamp).replace(tzinfo=UTC).timestamp() - start_ns / 1e9
-            values = dict(re.findall(r"(phase|seconds)=(\S+)", pairs)) if event == "phase" else {}
-            events.append({"at": round(moment, 2), "event": event, **values})
+            if event == "phase":
+                values = dict(re.findall(r"(phase|seconds)=(\S+)", pairs))
+                seconds = float(values["seconds"])
+                entry = {"at": round(moment - seconds, 2), "phase": values["phase"], "seconds": seconds}
+            else:
+                entry = {"at": round(moment, 2), "event": event}
+            events.append({"process": process, **entry})
     return events
+
+
+def table(start: dict[str, Any]) -> str:
+    """A start as text: one line for a phase or event, in the order of their beginnings."""
+    lines = [f"start {start['start']}"]
+    for entry in start["timeline"]:
+        length = f"{entry['seconds']:8.2f}" if "seconds" in entry else " " * 8
+        lines.append(
+            f"{entry['at']:8.2f}{length}  {entry['process']:8s} {entry.get('phase', entry.get('event'))}"
+        )
+    lines.append(f"{start['ready_seconds']:8.2f}          client   serving")
+    lines.append(f"{start['first_token_seconds']:8.2f}          client   first token")
+    return "\n".join(lines)
 
 
 def measure(model: str, settings: dict[str, Any], caches: Path, limit: float) -> dict[str, Any]:
     """One start."""
     environment = {name: str(caches / name.lower()) for name in KERNEL_CACHES}
-    log = caches / "worker.log"
     start_ns = time.time_ns()
     with run_stack(
-        model, settings, ready_seconds=limit, worker_environment=environment, worker_log=log
+        model, settings, ready_seconds=limit, worker_environment=environment, logs=caches
     ) as stack:
         first_token = first_token_seconds(stack, model)
         ready = stack.ready_seconds
+    events = [
+        entry
+        for process in ("worker", "service")
+        for path in caches.glob(f"{process}*.log")
+        for entry in timeline(process, path.read_text(errors="replace"), start_ns)
+        if entry["at"] <= first_token
+    ]
     return {
         "ready_seconds": round(ready, 2),
         "first_token_seconds": round(first_token, 2),
-        "timeline": timeline(log.read_text(errors="replace"), start_ns),
+        "timeline": sorted(events, key=lambda entry: entry["at"]),
     }
 
 
@@ -84,15 +108,13 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
     options = parser.parse_args()
     settings = {"device": options.device, "max-running": 256, "max-context": 4096}
-    settings |= {"log-level": "info"}
     settings |= {"memory-ratio": 0.8} if options.device == "cuda" else {"num-pages": 4096}
     starts = []
     with tempfile.TemporaryDirectory(prefix="kvatlas-start-") as caches:
         for number in range(options.starts):
-            starts.append(
-                {"start": number + 1, **measure(options.model, settings, Path(caches), options.limit)}
-            )
-            print(json.dumps(starts[-1]), flush=True)
+            start = measure(options.model, settings, Path(caches), options.limit)
+            starts.append({"start": number + 1, **start})
+            print(table(starts[-1]), flush=True)
     name = f"startup-{options.model.removeprefix('random:')}"
     device = device_name() if options.device == "cuda" else ""
     print(write_result(name, {"starts": starts}, ["torch", "triton"], options.results, device))

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from types import FrameType
 
@@ -14,6 +15,7 @@ import uvloop
 from kvatlas.models.errors import ModelError
 from kvatlas.models.resolve import resolve_model
 from kvatlas.models.vocabulary import tokenizer_digest
+from kvatlas.process_age import process_age
 from service import log
 from service.config import ConfigError, ServiceConfig, from_args, wants_print
 from service.request import current_call, trace_id_of
@@ -41,9 +43,12 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(config.printable() + "\n")
         return 0
     log.set_up(config.log_level, _log_context)
+    logger.info("event=phase phase=interpreter_and_imports seconds=%.6g", process_age())
     try:
+        began = time.monotonic()
         files = resolve_model(config.model)
         tokenizer, digest = Tokenizer.load(files), tokenizer_digest(files)
+        logger.info("event=phase phase=tokenizer seconds=%.6g", time.monotonic() - began)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(config, tokenizer, digest))
     except (ConfigError, ModelError, ListenError, ValueError) as error:

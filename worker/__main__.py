@@ -1,20 +1,30 @@
-"""`python -m worker`: config → worker → run → exit status. No logic."""
+"""`python -m worker`: config → worker → run → exit status. No logic.
 
+Imports little before the config is known: what a start waits for begins first, then the rest is imported.
+"""
+
+import gc
 import logging
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from kvatlas.models.errors import ModelError
+from kvatlas.process_age import process_age
 from worker import log
-from worker.config import ConfigError, from_args, wants_print
-from worker.devices import choose_device
+from worker.config import ConfigError, WorkerConfig, from_args, wants_print
+from worker.head_start import head_start
 from worker.link.addresses import AddressError
-from worker.process import WorkerProcess
+
+if TYPE_CHECKING:
+    from worker.process import WorkerProcess
 
 USAGE_STATUS = 2
 START_STATUS = 1
+SWITCH_SECONDS = 0.001  # a thread that holds the interpreter gives it up after 1 ms instead of 5 when asked
 
 logger = logging.getLogger("worker")
 
@@ -30,6 +40,31 @@ def main(arguments: Sequence[str]) -> int:
         print(config.printable())  # noqa: T201
         return 0
     log.set_up(config.log_level)
+    log.log_event(logger, logging.INFO, "phase", phase="interpreter", seconds=process_age())
+    sys.setswitchinterval(SWITCH_SECONDS)
+    _import_all(config)
+    return _run(config)
+
+
+def _import_all(config: WorkerConfig) -> None:
+    """All modules, without the collector: none of them goes again, and it would walk them dozens of times."""
+    gc.disable()
+    if config.runner == "torch":
+        head_start(uses_cuda=config.device == "cuda")
+        with log.log_phase(logger, "import_torch"):
+            import_module("torch")
+        with log.log_phase(logger, "import_device"):
+            import_module("worker.torch_device")
+    with log.log_phase(logger, "import_rest"):
+        import_module("worker.process")
+    gc.freeze()
+    gc.enable()
+
+
+def _run(config: WorkerConfig) -> int:
+    from worker.devices import choose_device
+    from worker.process import WorkerProcess
+
     signals = Signals()
     try:
         with WorkerProcess(config, choose_device(config)) as worker:
@@ -44,7 +79,7 @@ class Signals:
     """SIGTERM and SIGINT drain the worker, the second at once; while it loads they break that off.
 
     While sockets and threads are made a signal only waits: an exception in the middle of that would leave
-    something behind that nobody knows of, and it takes a moment.
+    something behind that nobody knows of, and it takes a moment. Before there is one, they end the process.
     """
 
     def __init__(self) -> None:

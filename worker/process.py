@@ -8,7 +8,6 @@ import gc
 import logging
 import os
 import signal
-import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -43,7 +42,7 @@ from worker.link.publisher import PageFeed
 from worker.link.recorder_tap import RecorderTap
 from worker.link.recordings import RecordingDesk
 from worker.link.server import EngineLink
-from worker.log import log_event
+from worker.log import log_event, log_phase
 from worker.messages import EngineCommand, LinkMessage, ObserverCall
 from worker.pages.page_cache import CacheConfig
 from worker.parent_watch import ParentWatch
@@ -91,7 +90,8 @@ class WorkerProcess:
         self._is_stopping = False
         self._is_loading = False
         try:
-            facts = device.facts(config)
+            with log_phase(logger, "facts"):
+                facts = device.facts(config)
             self.config = config.resolved(
                 model_context=facts.model.max_context_tokens, automatic_pages=facts.automatic_pages
             )
@@ -335,10 +335,12 @@ class WorkerProcess:
         if runner is None:
             return EXIT_OK
         try:
-            warm_up(runner, self.config.page_size)
+            with log_phase(logger, "first_steps"):
+                warm_up(runner, self.config.page_size)
             if self.config.debug_faults:
                 runner = plant(self.config.debug_faults, self._scheduler, runner)
-            settle_interpreter()
+            with log_phase(logger, "settle"):
+                settle_interpreter()
             if (masks := getattr(runner, "constraint_masks", None)) is not None:
                 masks.on_masks = self.observer.constraints.masks
             engine = Engine(
@@ -387,14 +389,11 @@ def end_this_process() -> None:
 
 
 def settle_interpreter() -> None:
-    """Keeps pauses of the interpreter out of steps.
-
-    What was loaded lives as long as the process: the collector need not walk it again. And a thread that
-    holds the interpreter gives it up after 1 ms instead of 5 when the engine waits for it.
+    """Keeps the collector's pauses out of steps: what was loaded lives as long as the process, so it need not
+    be walked again.
     """
     gc.collect()
     gc.freeze()
-    sys.setswitchinterval(0.001)
 
 
 def _poison_of(runner: Runner) -> Callable[[Sequence[int]], None]:

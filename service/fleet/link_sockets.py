@@ -62,7 +62,7 @@ class LinkSockets:
         engine.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
         engine.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         engine.setsockopt(zmq.RECONNECT_IVL, 100)
-        engine.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        engine.setsockopt(zmq.RECONNECT_IVL_MAX, 250)  # a worker that has just begun to listen is found soon
         self._seam.prepare(engine)
         monitor = engine.get_monitor_socket(EVENTS)
         self._engine = SocketReader(self._loop, engine, self._on_frames)

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.record import write_result
 from benchmarks.serving_cases import first_token_ms, gaps_ms, percentiles, rate
-from benchmarks.startup import timeline
+from benchmarks.startup import table, timeline
 from benchmarks.workloads import HIGHEST_ID, LOWEST_ID, fixed, id_limit, named, published
 
 
@@ -67,9 +67,18 @@ def test_the_timeline_counts_from_the_start_and_names_phases() -> None:
         "2026-01-02T03:04:07.250Z level=INFO logger=worker.device event=phase phase=capture seconds=1.5\n"
     )
     start_ns = 1_767_323_045_000_000_000  # 2026-01-02T03:04:05Z
-    assert timeline(log, start_ns) == [
-        {"at": 0.5, "event": "listening"},
-        {"at": 2.25, "event": "phase", "phase": "capture", "seconds": "1.5"},
+    events = timeline("worker", log, start_ns)
+    assert events == [
+        {"process": "worker", "at": 0.5, "event": "listening"},
+        {"process": "worker", "at": 0.75, "phase": "capture", "seconds": 1.5},
+    ]
+    start = {"start": 1, "ready_seconds": 2.5, "first_token_seconds": 2.75, "timeline": events}
+    assert [line.split() for line in table(start).splitlines()] == [
+        ["start", "1"],
+        ["0.50", "worker", "listening"],
+        ["0.75", "1.50", "worker", "capture"],
+        ["2.50", "client", "serving"],
+        ["2.75", "client", "first", "token"],
     ]
 
 

@@ -1,0 +1,103 @@
+"""What a start does beside its imports: it is done, ends by itself, and its failures are nobody's."""
+
+import logging
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from kvatlas.process_age import process_age
+from worker import head_start as module
+from worker.head_start import head_start
+
+
+def run_in_a_new_process(code: str) -> str:
+    """What it prints; this process has imported everything already."""
+    path = f"import sys; sys.path[:] = {sys.path!r}\n"
+    done = subprocess.run(
+        [sys.executable, "-c", path + textwrap.dedent(code)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_torch_is_linked_but_not_imported_and_then_imports_as_ever() -> None:
+    printed = run_in_a_new_process(
+        """
+        from worker.head_start import link_torch
+        link_torch()
+        maps = open("/proc/self/maps").read()
+        print("libtorch_cpu.so" in maps, "torch" in sys.modules)
+        import torch
+        print(torch.ones(3).sum().item())
+        """
+    )
+    assert printed.split() == ["True", "False", "3.0"]
+
+
+def test_the_worker_without_its_device_needs_no_torch() -> None:
+    """Else the thread that imports it would wait for the one that imports torch."""
+    printed = run_in_a_new_process(
+        """
+        from worker.head_start import import_worker
+        import_worker()
+        print("worker.process" in sys.modules, sorted({"torch", "triton", "gguf"} & sys.modules.keys()))
+        """
+    )
+    assert printed.strip() == "True []"
+
+
+def test_triton_can_be_prepared_without_torch() -> None:
+    """Names and imports that worker.head_start relies on; building the driver's part needs a driver."""
+    pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+    printed = run_in_a_new_process(
+        """
+        from importlib import import_module
+        driver = import_module("triton.backends.nvidia.driver")
+        key = import_module("triton.runtime.cache").triton_key
+        print(hasattr(key, "cache_info"), callable(driver.CudaUtils), "torch" in sys.modules)
+        """
+    )
+    assert printed.split() == ["True", "True", "False"]
+
+
+def test_what_fails_is_logged_and_left_to_whoever_needs_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise OSError("no such library")
+
+    for name in ("link_torch", "import_worker", "open_device", "prepare_triton"):
+        monkeypatch.setattr(module, name, fail)
+    with caplog.at_level(logging.DEBUG, "worker.start"):
+        threads = head_start(uses_cuda=True)
+        for thread in threads:
+            thread.join(10)
+    assert [thread.is_alive() for thread in threads] == [False] * 4
+    assert caplog.text.count("head_start_failed") == 4
+    assert "no such library" in caplog.text
+
+
+def test_without_cuda_neither_device_nor_triton_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    for name in ("link_torch", "import_worker", "open_device", "prepare_triton"):
+        monkeypatch.setattr(module, name, lambda name=name: done.append(name))
+    for thread in head_start(uses_cuda=False):
+        thread.join(10)
+    assert sorted(done) == ["import_worker", "link_torch"]
+
+
+def test_the_age_of_a_process_counts_from_its_start() -> None:
+    before = time.time()
+    printed = run_in_a_new_process(
+        """
+        import time
+        from kvatlas.process_age import process_age
+        print(time.time() - process_age())
+        """
+    )
+    began = float(printed)
+    assert before - 0.05 <= began <= time.time()
+    assert process_age() > 0
