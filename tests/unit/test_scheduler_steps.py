@@ -182,19 +182,20 @@ def test_a_prompt_in_chunks_is_computed_once(sharing: bool, cache_write: bool, o
 
 @BOTH
 def test_pieces_of_a_long_prompt_shrink_with_its_context_beside_running_sequences(overlap: bool) -> None:
-    """Attention makes late pieces dear: 64 tokens at the start, a fifth at four times the doubling context.
+    """Attention makes late pieces dear: half a step at the start, a fifth at four times the doubling context.
 
-    Alone the same prompt takes whole steps.
+    Alone the same prompt takes whole steps, and so does beside others a prompt that fits in one.
     """
     settings = {"num_pages": 64, "max_context_tokens": 200, "doubling_context": 16}
 
-    def pieces(num_running: int) -> list[int]:
+    def pieces(num_running: int, num_tokens: int = 130) -> list[int]:
+        prompt = range(100, 100 + num_tokens)
         harness = make(overlap, **settings)
         for number in range(num_running):
             harness.add(request(number + 1, [number] * 3, max_tokens=60))
         harness.turn()
         harness.turn()
-        harness.add(request(9, range(100, 230), max_tokens=2))
+        harness.add(request(9, prompt, max_tokens=2))
         found = []
         while harness.scheduler.has_work(harness.now):
             step = harness.turn()
@@ -204,12 +205,13 @@ def test_pieces_of_a_long_prompt_shrink_with_its_context_beside_running_sequence
                 for i in spans
                 if step.sequence_ids[i] == 9 and i >= step.num_decode
             ]
-        assert harness.answers[9].tokens == alone(request(9, range(100, 230), max_tokens=2), 200)
+        assert harness.answers[9].tokens == alone(request(9, prompt, max_tokens=2), 200)
         return found
 
     assert pieces(0) == [64, 64, 2]
+    assert pieces(1, 60) == [60]
     beside = pieces(1)
-    assert beside[:4] == [63, 12, 11, 10]
+    assert beside[:5] == [32, 21, 14, 12, 10]
     assert beside == sorted(beside, reverse=True)
     assert sum(beside) == 130
 

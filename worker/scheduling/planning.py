@@ -15,7 +15,11 @@ from worker.scheduling.step import Step
 from worker.scheduling.step_builder import Plan, PromptSpan, StepBuilder
 from worker.stats import WaitReason
 
-LEAST_SHARE = 1 / 32  # of the longest piece, however long the context: steps have costs of their own
+# Of the longest piece, beside running sequences:
+LEAST_SHARE = 1 / 32  # however long the context: steps have costs of their own
+UNFINISHED_SHARE = (
+    1 / 2
+)  # at most, for a piece that leaves its prompt unfinished: two more steps, each shorter
 
 
 class Planner:
@@ -121,25 +125,28 @@ class Planner:
         wanted = len(sequence.tokens) - start
         if wanted > budget:
             wanted = budget if is_last else max(1, budget - budget // 4)
-        wanted = min(wanted, self._longest_piece(start))
+        wanted = min(wanted, self._longest_piece(sequence, start))
         span = PromptSpan(sequence, start, start)
         if not self._extend(plan, span, wanted):
             return 0
         plan.spans.append(span)
         return span.end - span.start
 
-    def _longest_piece(self, start: int) -> int:
+    def _longest_piece(self, sequence: Sequence, start: int) -> int:
         """Most tokens of one prompt in this step, from position `start` on.
 
         Attention makes late tokens of a long prompt dear: as many as at its beginning would keep the
-        sequences beside them waiting. With nobody beside them they may.
+        sequences beside them waiting. With nobody beside them they may. A prompt of several pieces takes
+        many steps in any case, so its first ones need not be the longest of all.
         """
         config = self._books.config
         longest = config.max_chunk_tokens or config.max_step_tokens
         if not config.doubling_context or not len(self._books.batch):
             return longest
-        share = config.doubling_context / (config.doubling_context + start)
-        return max(1, int(longest * max(share, LEAST_SHARE)))
+        share = max(LEAST_SHARE, config.doubling_context / (config.doubling_context + start))
+        if longest * share < len(sequence.tokens) - start:
+            share = min(share, UNFINISHED_SHARE)
+        return max(1, int(longest * share))
 
     def _extend(self, plan: Plan, span: PromptSpan, num_tokens: int) -> int:
         """Makes a span longer by at most so many tokens, as far as there are pages; by how many."""
@@ -196,7 +203,7 @@ class Planner:
         for span in plan.spans:
             if budget <= 0:
                 return
-            most = self._longest_piece(span.start) - (span.end - span.start)
+            most = self._longest_piece(span.sequence, span.start) - (span.end - span.start)
             rest = min(len(span.sequence.tokens) - span.end, most)
             if rest > 0:
                 budget -= self._extend(plan, span, min(rest, budget))
