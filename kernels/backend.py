@@ -58,6 +58,22 @@ class StaticDecode(Protocol):
         ...
 
 
+class StaticPrefill(Protocol):
+    """Prefill attention over buffers that stay where they are, so that a graph can hold a whole step."""
+
+    def prepare(self, batch: PagedBatch, size: int) -> bool:
+        """The host's part, before each replay of the graph of `size` tokens. False: it is not for this step,
+        which needs `plan` and `attend` of the backend.
+        """
+        ...
+
+    def attend(self, kv: KvLayer, q: Tensor, out: Tensor, *, scale: float) -> None:
+        """One layer, K and V already stored. q, out [size, num_heads, head_dim]; rows of `out` past the
+        step's tokens are left as they are.
+        """
+        ...
+
+
 class GraphBackend(AttentionBackend, Protocol):
     """A backend whose decode steps can be graphs."""
 
@@ -67,4 +83,8 @@ class GraphBackend(AttentionBackend, Protocol):
 
     def static_decode(self, page_table: Tensor, max_batch: int) -> StaticDecode:
         """Its decode attention for batches up to `max_batch` over this table, int32 [num_rows, width]."""
+        ...
+
+    def static_prefill(self, page_table: Tensor, max_tokens: int) -> StaticPrefill | None:
+        """Its prefill attention for steps of up to `max_tokens` tokens, if a graph can hold it."""
         ...

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backend import GraphBackend, StaticDecode
+from kernels.backend import GraphBackend, StaticDecode, StaticPrefill
 from kernels.batch import KvLayer, PagedBatch
 from kernels.flashinfer_decode import FlashInferStaticDecode
 from kernels.flashinfer_plans import Planner
@@ -117,6 +117,11 @@ class FlashInferBackend:
             return self._beside.static_decode(page_table, max_batch)
         return FlashInferStaticDecode(self._planner, page_table, max_batch, is_captured=True)
 
+    def static_prefill(self, page_table: Tensor, max_tokens: int) -> StaticPrefill | None:
+        """See kernels.backend.GraphBackend: the other one's, for the steps that it gets whole."""
+        inner = self._beside.static_prefill(page_table, max_tokens) if self._beside is not None else None
+        return ShortPrefill(inner, self._least_pairs) if inner is not None else None
+
     def _decode_for(self, page_table: Tensor, count: int) -> StaticDecode:
         """Decode attention of mixed steps. Batches past the largest so far get buffers of twice the size."""
         if self._decode is None or self._decode_table is not page_table or count > self._capacity:
@@ -152,6 +157,22 @@ class FlashInferBackend:
                 q_data_type=planner.dtype,
                 kv_data_type=planner.dtype,
             )
+
+
+class ShortPrefill:
+    """A StaticPrefill without the steps that are worth FlashInfer's plan."""
+
+    def __init__(self, inner: StaticPrefill, least_pairs: int) -> None:
+        self._inner = inner
+        self._least_pairs = least_pairs
+
+    def prepare(self, batch: PagedBatch, size: int) -> bool:
+        """See StaticPrefill."""
+        return not is_worth(batch, self._least_pairs) and self._inner.prepare(batch, size)
+
+    def attend(self, kv: KvLayer, q: Tensor, out: Tensor, *, scale: float) -> None:
+        """See StaticPrefill."""
+        self._inner.attend(kv, q, out, scale=scale)
 
 
 def is_worth(batch: PagedBatch, least_pairs: int) -> bool:

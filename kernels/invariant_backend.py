@@ -49,6 +49,9 @@ class InvariantBackend:
         """See kernels.backend.GraphBackend."""
         return InvariantStaticDecode(page_table, max_batch)
 
+    def static_prefill(self, page_table: Tensor, max_tokens: int) -> None:
+        """None: its steps mix prompts and decodes in one list."""
+
 
 class InvariantStaticDecode:
     """See kernels.backend.StaticDecode: each row is a span of one query, so the tiles never change."""

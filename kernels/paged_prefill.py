@@ -33,8 +33,9 @@ def paged_prefill(
     scale: float,
     launch: PrefillLaunch | None = None,
     split: PrefillSplit | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of every query token of the spans that `tiles` names.
+    """Attention of every query token of the spans that `tiles` names; into `out`, contiguous, if given.
 
     q and result [num_tokens, num_heads, head_dim]; kv.k, kv.v [num_slots, num_kv_heads, head_dim],
     contiguous; tiles int32 [num_tiles, 2] of `list_tiles`. Query j of span i has position kv_lens[i] -
@@ -49,7 +50,10 @@ def paged_prefill(
     group = num_heads // num_kv_heads
     padded = triton.next_power_of_2(group)
     launch = launch or prefill_launch(head_dim, q.dtype)
-    out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
+    assert out.shape == q.shape, f"out is {tuple(out.shape)}, q {tuple(q.shape)}"
+    assert out.is_contiguous(), "out must be contiguous"
     parts = split.parts if split else 1
     where = (batch.rows, batch.kv_lens, batch.q_indptr, tiles)
     scratch = (split.partial, split.partial_lse) if split else (out, out)

@@ -59,11 +59,16 @@ def make_split(
     num_tiles: int, num_kv_heads: int, head_dim: int, max_kv_len: int, device: torch.device
 ) -> PrefillSplit | None:
     """A split that gives every multiprocessor its two programs; None where there is no need."""
-    if device.type != "cuda":
-        return None
-    programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-    parts = min(programs // (num_tiles * num_kv_heads), max_kv_len // MIN_KEYS, MAX_PARTS)
+    parts = num_parts(num_tiles, num_kv_heads, max_kv_len, device)
     return split_in(parts, num_tiles, num_kv_heads, head_dim, device) if parts > 1 else None
+
+
+def num_parts(num_tiles: int, num_kv_heads: int, max_kv_len: int, device: torch.device) -> int:
+    """Into how many parts the keys of each tile are cut; 1: not at all."""
+    if device.type != "cuda":
+        return 1
+    programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(programs // (num_tiles * num_kv_heads), max_kv_len // MIN_KEYS, MAX_PARTS))
 
 
 def split_in(

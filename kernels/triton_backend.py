@@ -14,6 +14,7 @@ from kernels.decode_plan import DecodePlan, make_plan, plan_decode
 from kernels.paged_decode import paged_decode
 from kernels.paged_prefill import paged_prefill
 from kernels.prefill_plan import PrefillSplit, list_tiles, make_split
+from kernels.static_prefill import TritonStaticPrefill
 from kernels.store_kv import store_kv
 
 
@@ -71,6 +72,10 @@ class TritonBackend:
         return TritonStaticDecode(
             make_plan(max_batch, *self._shape, page_table.shape[1], page_table.device), page_table
         )
+
+    def static_prefill(self, page_table: Tensor, max_tokens: int) -> TritonStaticPrefill:
+        """See kernels.backend.GraphBackend."""
+        return TritonStaticPrefill(page_table, self._shape, max_tokens)
 
 
 class TritonStaticDecode:

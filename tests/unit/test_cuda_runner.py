@@ -7,6 +7,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so befo
 import re
 from array import array
 from collections import deque
+from dataclasses import replace
 
 import pytest
 import torch
@@ -110,11 +111,23 @@ def answers(
     return tokens
 
 
-def test_the_gpu_path_gives_the_plain_runners_tokens():
-    """M-24, M-25, B052: padded decode steps, sampled on the device beside rows the plain sampler draws."""
+def test_the_gpu_path_gives_the_plain_runners_tokens(monkeypatch):
+    """M-24, M-25, B052: padded steps, sampled on the device beside rows the plain sampler draws.
+
+    Prompts alone run whole, those beside decodes in pieces.
+    """
+    monkeypatch.setattr("worker.execution.prompt_graphs.SMALLEST", 8)
     backend = TritonBackend(CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CONTEXT)
     expected = answers(TorchRunner(MODEL, ReferenceBackend(), config(), CPU), overlap=False)
-    assert answers(CudaRunner(MODEL, backend, config(), CPU), overlap=True) == expected
+    runner = CudaRunner(MODEL, backend, replace(config(), max_step_tokens=16), CPU)
+    ways = []
+    for way in ("_run_whole", "_run_pieces"):
+        run = getattr(runner.prompt_graphs, way)
+        monkeypatch.setattr(
+            runner.prompt_graphs, way, lambda *step, way=way, run=run: (ways.append(way), run(*step))
+        )
+    assert answers(runner, overlap=True) == expected
+    assert set(ways) == {"_run_whole", "_run_pieces"}
 
 
 @pytest.mark.parametrize("kind", [CudaRunner, InvariantRunner])

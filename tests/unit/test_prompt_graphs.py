@@ -4,8 +4,9 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before the imports below
 
-from functools import partial
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 from kernels import reference
-from kernels.batch import KvLayer
+from kernels.batch import KvLayer, PagedBatch
+from kernels.triton_backend import TritonBackend
 from worker.execution.prompt_graphs import PromptGraphs, token_sizes
 from worker.model.fused import FusedModel, OwnRows
 from worker.model.toy import toy_config, toy_model
@@ -39,29 +41,165 @@ def layers() -> list[KvLayer]:
     return [KvLayer(torch.zeros(shape), torch.zeros(shape)) for _ in range(CONFIG.num_layers)]
 
 
-def attention(slots: Tensor, positions: Tensor, kv: KvLayer, q: Tensor) -> Tensor:
-    assert q.shape[0] == len(slots), "attention sees padding"
-    scale = CONFIG.head_dim**-0.5
-    return reference.attention(q, kv.k[slots], kv.v[slots], positions, scale=scale)
+class PlainAttention:
+    """A backend of which PromptGraphs needs the eager half, or the half that graphs hold."""
+
+    def __init__(self, *, is_static: bool = False) -> None:
+        self.is_static = is_static
+        self.num_plans = self.num_prepared = 0
+        self._batch: PagedBatch | None = None
+
+    def plan(self, batch: PagedBatch) -> None:
+        self.num_plans += 1
+        self._batch = batch
+
+    def prepare(self, batch: PagedBatch, size: int) -> bool:
+        self.num_prepared += 1
+        self._batch = batch
+        return batch.num_decode == 0
+
+    def static_prefill(self, page_table: Tensor, max_tokens: int) -> Any:
+        return Static(self) if self.is_static else None
+
+    def attend(self, kv: KvLayer, q: Tensor, *, scale: float) -> Tensor:
+        assert self._batch is not None
+        slots = self._batch.write_slots.long()
+        assert q.shape[0] == len(slots), "attention sees padding"
+        return reference.attention(q, kv.k[slots], kv.v[slots], self._batch.positions, scale=scale)
 
 
+class Static:
+    def __init__(self, eager: PlainAttention) -> None:
+        self._eager = eager
+        self.prepare = eager.prepare
+
+    def attend(self, kv: KvLayer, q: Tensor, out: Tensor, *, scale: float) -> None:
+        assert self._eager._batch is not None
+        count = len(self._eager._batch.positions)
+        out[:count] = self._eager.attend(kv, q[:count], scale=scale)
+
+
+def batch_of(slots: Tensor, num_decode: int = 0) -> PagedBatch:
+    """One prompt from its beginning."""
+    count = len(slots)
+    return PagedBatch(
+        page_table=slots[None],
+        rows=torch.zeros(1, dtype=torch.int32),
+        kv_lens=torch.tensor([count], dtype=torch.int32),
+        q_indptr=torch.tensor([0, count], dtype=torch.int32),
+        positions=torch.arange(count, dtype=torch.int32),
+        write_slots=slots,
+        num_decode=num_decode,
+        max_q_len=count,
+        max_kv_len=count,
+        page_size=1,
+        rows_host=[0],
+        kv_lens_host=[count],
+        q_lens_host=[count],
+    )
+
+
+@pytest.mark.parametrize("is_static", [False, True], ids=["pieces", "whole"])
 def test_a_step_in_pieces_is_the_step_in_one_and_padding_writes_the_dummy_page_alone(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, is_static: bool
 ) -> None:
     """S1-30, M-25: twice over the same buffers, the second step shorter than the first."""
     monkeypatch.setattr("worker.execution.prompt_graphs.SMALLEST", 8)
-    whole, pieced = layers(), layers()
-    graphs = PromptGraphs(MODEL, pieced, max_tokens=8, dummy_slot=SLOTS, device=CPU, capture=False)
+    whole, pieced, backend = layers(), layers(), PlainAttention(is_static=is_static)
+    table, scale = torch.zeros(1, SLOTS, dtype=torch.int32), CONFIG.head_dim**-0.5
+    given: Any = backend
+    graphs = PromptGraphs(
+        MODEL, given, pieced, table, max_tokens=8, dummy_slot=SLOTS, scale=scale, capture=False
+    )
     for num_tokens in (TOKENS, TOKENS - 2):
         ids = torch.randint(0, CONFIG.vocab_size, (num_tokens,))
-        positions = torch.arange(num_tokens, dtype=torch.int32)
-        slots = torch.randperm(SLOTS)[:num_tokens].int()
-        attend = partial(attention, slots.long(), positions)
-
+        batch = batch_of(torch.randperm(SLOTS)[:num_tokens].int())
         inputs = MODEL.embedding[ids]
-        expected = MODEL.forward(inputs.clone(), positions, slots, whole, attend)
-        found = graphs.run(inputs.clone(), positions, slots, attend)
+        backend.plan(batch)
+        steps = (batch.positions, batch.write_slots)
+        expected = MODEL.forward(
+            inputs.clone(), *steps, whole, lambda kv, q: backend.attend(kv, q, scale=scale)
+        )
+        found = graphs.run(inputs.clone(), batch)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         for left, right in zip(whole, pieced, strict=True):
             torch.testing.assert_close(left.k[:SLOTS], right.k[:SLOTS], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(left.v[:SLOTS], right.v[:SLOTS], rtol=1e-5, atol=1e-5)
+    assert backend.num_plans == (2 if is_static else 4)
+
+
+def test_steps_that_one_graph_does_not_hold_run_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many tokens, or not prompts alone: the backend plans the step."""
+    monkeypatch.setattr("worker.execution.prompt_graphs.SMALLEST", 8)
+    monkeypatch.setattr("worker.execution.prompt_graphs.WHOLE_TOKENS", 8)
+    backend = PlainAttention(is_static=True)
+    given: Any = backend
+    table = torch.zeros(1, SLOTS, dtype=torch.int32)
+    graphs = PromptGraphs(
+        MODEL, given, layers(), table, max_tokens=12, dummy_slot=SLOTS, scale=0.3, capture=False
+    )
+    for num_tokens, num_decode, expected in ((8, 0, (0, 1)), (8, 1, (1, 2)), (9, 0, (2, 2))):
+        batch = batch_of(torch.arange(num_tokens, dtype=torch.int32), num_decode)
+        graphs.run(MODEL.embedding[torch.ones(num_tokens, dtype=torch.int64)], batch)
+        assert (backend.num_plans, backend.num_prepared) == expected
+
+
+# --- the real static attention -------------------------------------------------------------------
+
+
+HEADS, KV_HEADS, DIM, WIDTH, ROWS = 4, 2, 16, 96, 6
+
+
+def prompts(spans: list[tuple[int, int]], table: Tensor) -> PagedBatch:
+    """Spans (tokens cached, tokens new), each in a row of its own."""
+    q_lens, kv_lens = [new for _, new in spans], [cached + new for cached, new in spans]
+    indptr = torch.tensor([0, *q_lens], dtype=torch.int32).cumsum(0).int()
+    rows = list(range(len(spans)))
+    positions = torch.cat([torch.arange(cached, cached + new) for cached, new in spans]).int()
+    return PagedBatch(
+        page_table=table,
+        rows=torch.tensor(rows, dtype=torch.int32),
+        kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
+        q_indptr=indptr,
+        positions=positions,
+        write_slots=positions,
+        num_decode=0,
+        max_q_len=max(q_lens),
+        max_kv_len=max(kv_lens),
+        page_size=1,
+        rows_host=rows,
+        kv_lens_host=kv_lens,
+        q_lens_host=q_lens,
+    )
+
+
+def test_static_attention_follows_each_step_and_leaves_padding_alone() -> None:
+    """B083: spans of other numbers and lengths through the same buffers; the eager kernel's bits."""
+    draw = torch.Generator().manual_seed(3)
+    table = torch.randperm(ROWS * WIDTH, generator=draw).view(ROWS, WIDTH).int()
+    shape = (ROWS * WIDTH, KV_HEADS, DIM)
+    kv = KvLayer(torch.randn(shape, generator=draw), torch.randn(shape, generator=draw))
+    backend = TritonBackend(HEADS, KV_HEADS, DIM, WIDTH)
+    static = backend.static_prefill(table, 128)
+    out = torch.full((128, HEADS, DIM), 7.0)
+    for spans in ([(0, 90)], [(3, 1), (0, 70), (40, 5)], [(11, 2)], [(0, 20)] * 5):
+        batch = prompts(spans, table)
+        count, out[:] = sum(batch.q_lens_host), 7.0
+        q = torch.randn(128, HEADS, DIM, generator=draw)
+        backend.plan(batch)
+        expected = backend.attend(kv, q[:count], scale=0.25)
+        assert static.prepare(batch, 128)
+        static.attend(kv, q, out, scale=0.25)
+        assert torch.equal(out[:count], expected)
+        assert (out[count:] == 7.0).all()
+
+
+def test_static_attention_refuses_what_it_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes, more spans than it has, and tiles whose keys the eager kernel would split."""
+    table = torch.zeros(20, WIDTH, dtype=torch.int32)
+    static = TritonBackend(HEADS, KV_HEADS, DIM, WIDTH).static_prefill(table, 128)
+    assert static.prepare(prompts([(0, 9)] * 8, table), 128)
+    assert not static.prepare(prompts([(0, 9)] * 9, table), 128)
+    assert not static.prepare(replace(prompts([(5, 1), (0, 9)], table), num_decode=1), 128)
+    monkeypatch.setattr("kernels.static_prefill.num_parts", lambda *shape: 2)
+    assert not static.prepare(prompts([(0, 9)], table), 128)

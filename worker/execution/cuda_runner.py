@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kernels.backend import GraphBackend
-from kernels.batch import KvLayer
 from kernels.compile_ahead import compiling
 from kernels.sample import make_scratch, sample
 from kernels.sample_columns import SampleRow, make_columns, write_rows
@@ -27,7 +26,14 @@ from worker.execution.sampler import HostRows, Sampled
 from worker.execution.sampling_state import NO_LOGPROBS
 from worker.execution.step_buffers import StepOutcome
 from worker.execution.step_tensors import StepTensors, build_step_tensors
-from worker.execution.torch_runner import NO_TOKEN_ID, Launched, RunnerConfig, TorchRunner, nonfinite_tokens
+from worker.execution.torch_runner import (
+    NO_TOKEN_ID,
+    Launched,
+    RunnerConfig,
+    TorchRunner,
+    is_over,
+    nonfinite_tokens,
+)
 from worker.execution.warm_steps import warm_steps
 from worker.log import log_phase
 from worker.model.fused import FusedModel
@@ -76,10 +82,12 @@ class CudaRunner(TorchRunner):
         with torch.inference_mode():
             self.prompt_graphs = PromptGraphs(
                 self._fused,
+                backend,
                 self.kv_pool.layers,
+                self.page_table.slots,
                 max_tokens=config.max_step_tokens,
                 dummy_slot=self.page_table.dummy_slot,
-                device=device,
+                scale=config.attention_scale,
                 capture=capture,
             )
             self._warm_up(capture)
@@ -210,13 +218,8 @@ class CudaRunner(TorchRunner):
         write_rows(self._columns, [start.row for start in starts], values)
 
     def _forward(self, tensors: StepTensors) -> Tensor:
-        self._attention.plan(tensors.batch)
         hidden = torch.nn.functional.embedding(tensors.input_ids, self._fused.embedding)
-        batch = tensors.batch
-        return self.prompt_graphs.run(hidden, batch.positions, batch.write_slots, self._attend_stored)
-
-    def _attend_stored(self, kv: KvLayer, q: Tensor) -> Tensor:
-        return self._attention.attend(kv, q, scale=self._config.attention_scale)
+        return self.prompt_graphs.run(hidden, tensors.batch)
 
     def _sample(self, tensors: StepTensors, hidden: Tensor, masks: StepMasks | None) -> Sampled | None:
         rows = tensors.sampled_rows_host
@@ -258,6 +261,10 @@ class _Replayed:
         self._step = step
         self._began = began
         self._outcome = outcome
+
+    def is_ready(self) -> bool:
+        """See StepHandle."""
+        return is_over(self._outcome.is_ready)
 
     def result(self) -> StepResult:
         """Waits for the step, then reads them."""

@@ -1,22 +1,27 @@
-"""Steps with prompts, all but their attention, as CUDA graphs: a piece from each attention to the next.
+"""Steps with prompts as CUDA graphs: short ones of prompts alone whole, others in pieces between attentions.
 
 An eager step costs the host hundreds of launches, more time than a small model's device needs for thousands
-of tokens. Attention alone depends on how a step's tokens belong to sequences, so it stays eager; the rest
-depends on their number, which is padded to a grid. Padding writes the dummy page and is read by nobody.
+of tokens. Attention alone depends on how a step's tokens belong to sequences; the rest depends on their
+number, which is padded to a grid. Where the backend can read spans and tiles from memory that stays where it
+is, and the device would wait for the host, one graph holds the attention, too. Padding writes the dummy page
+and is read by nobody.
 
-Owns the static buffers and the graphs. Where graphs are off the same pieces run eagerly, padded alike: the
+Owns the static buffers and the graphs. Where graphs are off the same steps run eagerly, padded alike: the
 library picks its products by size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from kernels.batch import KvLayer
-from worker.model.fused import AttendStored, FusedModel
+from kernels.backend import GraphBackend
+from kernels.batch import KvLayer, PagedBatch
+from worker.model.fused import FusedModel
 
 SMALLEST = 64  # tokens
+WHOLE_TOKENS = 1024
+"""Steps of up to so many are one graph: with more the device takes longer than the host for the pieces."""
 
 
 def token_sizes(max_tokens: int) -> list[int]:
@@ -38,51 +43,84 @@ class PromptGraphs:
     def __init__(
         self,
         model: FusedModel,
+        backend: GraphBackend,
         kv: Sequence[KvLayer],
+        page_table: Tensor,
         *,
         max_tokens: int,
         dummy_slot: int,
-        device: torch.device,
+        scale: float,
         capture: bool,
     ) -> None:
         self._model = model
+        self._backend = backend
         self._kv = kv
         self._dummy_slot = dummy_slot
+        self._scale = scale
         self.sizes = token_sizes(max_tokens)
         room = max(self.sizes, default=0)
-        like = model.embedding
+        like, device = model.embedding, page_table.device
         self._residual = torch.zeros(room, like.shape[1], dtype=like.dtype, device=device)
         self._positions = torch.zeros(room, dtype=torch.int32, device=device)
         self._slots = torch.full((room,), dummy_slot, dtype=torch.int32, device=device)
         self._q = model.new_q(room)
-        self._attended = torch.zeros_like(self._q).flatten(1)
-        self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
+        self._attended = torch.zeros_like(self._q)
+        self.whole_sizes = [size for size in self.sizes if size <= WHOLE_TOKENS]
+        self._static = backend.static_prefill(page_table, max(self.whole_sizes)) if self.whole_sizes else None
+        self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}  # by size, in pieces
+        self._whole: dict[int, torch.cuda.CUDAGraph] = {}
         self._captures = capture and device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         # One for all captures: the library keeps a workspace for every stream that it has seen.
         self._stream = torch.cuda.Stream(device) if self._captures else None  # type: ignore[no-untyped-call]
 
-    def run(self, hidden: Tensor, positions: Tensor, slots: Tensor, attend: AttendStored) -> Tensor:
+    def run(self, hidden: Tensor, batch: PagedBatch) -> Tensor:
         """Hidden states before the last norm, overwritten by the next run; as FusedModel.forward.
 
-        hidden [T, hidden]: embedding rows; positions, slots int32 [T].
+        hidden [T, hidden]: embedding rows. `batch` says which tokens they are.
         """
         num_tokens = hidden.shape[0]
         size = next((size for size in self.sizes if size >= num_tokens), None)
         if size is None:
-            return self._model.forward(hidden, positions, slots, self._kv, attend)
-        self._take(hidden, positions, slots, size)
-        pieces = self._replayed(size) if size in self._graphs else self.pieces(size)
-        for layer_kv, _ in zip(self._layers, pieces, strict=False):
-            attended = attend(layer_kv, self._q[:num_tokens])
-            self._attended[:num_tokens].copy_(attended.view(num_tokens, -1))
-        next(pieces)
+            self._backend.plan(batch)
+            tokens = (batch.positions, batch.write_slots)
+            return self._model.forward(hidden, *tokens, self._kv, self._attend_eagerly)
+        self._take(hidden, batch, size)
+        if self._static is not None and size in self.whole_sizes and self._static.prepare(batch, size):
+            self._run_whole(size)
+        else:
+            self._run_pieces(batch, size, num_tokens)
         return self._residual[:num_tokens]
 
     def capture_all(self) -> None:
         """Captures every size, the largest first; nothing where graphs are off."""
         for size in reversed(self.sizes) if self._captures else []:
             self._capture(size)
+
+    def _run_whole(self, size: int) -> None:
+        if size in self._whole:
+            self._whole[size].replay()
+        else:
+            self._whole_body(size)
+
+    def _whole_body(self, size: int) -> None:
+        static = self._static
+        assert static is not None, "the backend has no static prefill"
+        pieces = self.pieces(size)
+        for layer_kv, _ in zip(self._layers, pieces, strict=False):
+            static.attend(layer_kv, self._q[:size], self._attended[:size], scale=self._scale)
+        next(pieces)
+
+    def _run_pieces(self, batch: PagedBatch, size: int, num_tokens: int) -> None:
+        self._backend.plan(batch)
+        pieces = self._replayed(size) if size in self._graphs else self.pieces(size)
+        for layer_kv, _ in zip(self._layers, pieces, strict=False):
+            attended = self._attend_eagerly(layer_kv, self._q[:num_tokens])
+            self._attended[:num_tokens].copy_(attended)
+        next(pieces)
+
+    def _attend_eagerly(self, kv: KvLayer, q: Tensor) -> Tensor:
+        return self._backend.attend(kv, q, scale=self._scale)
 
     def _replayed(self, size: int) -> Iterator[None]:
         for graph in self._graphs[size]:
@@ -92,7 +130,7 @@ class PromptGraphs:
     def pieces(self, size: int) -> Iterator[None]:
         """Runs all of a step of `size` tokens but its attention, piece by piece."""
         residual, positions, slots = self._residual[:size], self._positions[:size], self._slots[:size]
-        q, attended = self._q[:size], self._attended[:size]
+        q, attended = self._q[:size], self._attended[:size].flatten(1)
         pending: Tensor | None = None
         for number, layer_kv in enumerate(self._layers):
             if number > 0:
@@ -109,12 +147,13 @@ class PromptGraphs:
     def close(self) -> None:
         """Lets go of the graphs and their memory."""
         self._graphs.clear()
+        self._whole.clear()
 
-    def _take(self, hidden: Tensor, positions: Tensor, slots: Tensor, size: int) -> None:
+    def _take(self, hidden: Tensor, batch: PagedBatch, size: int) -> None:
         num_tokens = hidden.shape[0]
         self._residual[:num_tokens].copy_(hidden)
-        self._positions[:num_tokens].copy_(positions)
-        self._slots[:num_tokens].copy_(slots)
+        self._positions[:num_tokens].copy_(batch.positions)
+        self._slots[:num_tokens].copy_(batch.write_slots)
         if num_tokens < size:
             self._positions[num_tokens:size].zero_()
             self._slots[num_tokens:size].fill_(self._dummy_slot)
@@ -123,7 +162,6 @@ class PromptGraphs:
         stream = self._stream
         assert stream is not None, "graphs are off"
         stream.wait_stream(torch.cuda.current_stream())
-        graphs = []
         with torch.cuda.stream(stream):
             self._positions.zero_()
             self._slots.fill_(self._dummy_slot)
@@ -131,13 +169,17 @@ class PromptGraphs:
                 for _ in self.pieces(size):  # so that the libraries have loaded and allocated what they need
                     pass
             pieces = self.pieces(size)
-            for _ in range(len(self._layers) + 1):
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    next(pieces)
-                finally:
-                    graph.capture_end()
-                graphs.append(graph)
+            count = len(self._layers) + 1
+            self._graphs[size] = [self._captured(lambda: next(pieces)) for _ in range(count)]
+            if self._static is not None and size in self.whole_sizes:
+                self._whole[size] = self._captured(lambda: self._whole_body(size))
         torch.cuda.current_stream().wait_stream(stream)
-        self._graphs[size] = graphs
+
+    def _captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
+        return graph

@@ -1,0 +1,81 @@
+"""Prefill attention that a CUDA graph can hold: spans and tiles are read from memory that stays where it is.
+
+A graph's grid is fixed, so every size has tiles for as many tokens in as many spans as it takes; those that a
+step does not need belong to an empty span and end at once. Bits are those of the same kernel outside a graph.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.batch import KvLayer, PagedBatch
+from kernels.paged_prefill import paged_prefill
+from kernels.prefill_plan import list_tiles, num_parts, queries_per_tile
+
+MAX_SPANS = 8
+"""Of one step: more make its tokens many, and the host's time small beside the device's."""
+ALIGNMENT = 4  # int32 entries: kernels are compiled for addresses that are multiples of 16 bytes
+SPAN_ROOM = -(-(MAX_SPANS + 2) // ALIGNMENT) * ALIGNMENT  # an empty span behind the last, and q_indptr's end
+TILES_AT = 3 * SPAN_ROOM
+
+
+class TritonStaticPrefill:
+    """See kernels.backend.StaticPrefill. Takes steps of prompts alone whose keys need no split."""
+
+    def __init__(self, page_table: Tensor, shape: tuple[int, int, int], max_tokens: int) -> None:
+        """shape: num_heads, num_kv_heads, head_dim."""
+        num_heads, self._num_kv_heads, _ = shape
+        self._group = num_heads // self._num_kv_heads
+        self._page_table = page_table
+        room = TILES_AT + 2 * self._capacity(max_tokens)
+        # rows, kv_lens, q_indptr, tiles. Zeros: one empty span, so that a capture computes nothing.
+        self._there = torch.zeros(room, dtype=torch.int32, device=page_table.device)
+
+    def prepare(self, batch: PagedBatch, size: int) -> bool:
+        """Sends spans and tiles in one copy. Every entry of the size's graph is overwritten."""
+        spans, device = len(batch.q_lens_host), self._page_table.device
+        if batch.num_decode or spans > MAX_SPANS:
+            return False
+        tiles = list_tiles(batch.q_lens_host, self._group)
+        if num_parts(len(tiles), self._num_kv_heads, max(batch.kv_lens_host), device) > 1:
+            return False
+        end = TILES_AT + 2 * self._capacity(size)
+        # A fresh pinned buffer each step: torch hands it out again only after the copy that reads it.
+        host = torch.zeros(end, dtype=torch.int32, pin_memory=device.type == "cuda")
+        into, q_indptr = host.numpy(), np.cumsum(batch.q_lens_host, dtype=np.int32)
+        into[:spans] = batch.rows_host
+        into[SPAN_ROOM : SPAN_ROOM + spans] = batch.kv_lens_host
+        ends = into[2 * SPAN_ROOM : TILES_AT]
+        ends[1 : spans + 1], ends[spans + 1 :] = q_indptr, q_indptr[-1]
+        listed = into[TILES_AT:].reshape(-1, 2)
+        listed[: len(tiles)], listed[len(tiles) :] = tiles, (spans, 0)
+        self._there[:end].copy_(host, non_blocking=True)
+        return True
+
+    def attend(self, kv: KvLayer, q: Tensor, out: Tensor, *, scale: float) -> None:
+        """One layer."""
+        size = q.shape[0]
+        tiles = self._there[TILES_AT : TILES_AT + 2 * self._capacity(size)].view(-1, 2)
+        paged_prefill(q, kv, self._batch(size), tiles, scale=scale, out=out)
+
+    def _batch(self, size: int) -> PagedBatch:
+        rows, kv_lens, q_indptr = self._there[:TILES_AT].view(3, SPAN_ROOM)
+        return PagedBatch(
+            page_table=self._page_table,
+            rows=rows,
+            kv_lens=kv_lens,
+            q_indptr=q_indptr,
+            positions=kv_lens,  # not read by the kernel
+            write_slots=kv_lens,
+            num_decode=0,
+            max_q_len=size,
+            max_kv_len=self._page_table.shape[1],
+            page_size=1,
+            rows_host=[],
+            kv_lens_host=[],
+            q_lens_host=[],
+        )
+
+    def _capacity(self, size: int) -> int:
+        """Tiles of a step of `size` tokens in MAX_SPANS spans, at most."""
+        return size // queries_per_tile(self._group) + MAX_SPANS
