@@ -1,23 +1,58 @@
 """Compiles kernels before their first launch, several at once: a start need not wait for them one by one.
 
-Knows no kernel: what is launched within `compiling` is compiled on threads instead of run, then loaded with
-its launcher, which Triton builds with the C compiler at a signature's first use. Where nothing is compiled,
-in Triton's interpreter, launches within it run as ever.
+Knows no kernel: what is launched within `compiling` is compiled instead of run. All of it is known before the
+first compiler begins, since compilers leave the interpreter no time to ask for more. Each kernel is then
+loaded by the thread that compiled it, with its launcher, which Triton 3.6 builds with the C compiler. Where
+nothing is compiled, in Triton's interpreter, launches within it run as ever.
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from triton import knobs
 from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
 from triton.runtime.jit import JITFunction
 
 from kernels.launcher import set_compiling
 
-MAX_THREADS = 12
+MAX_THREADS = 16
+
+
+class CompileQueue(Executor):
+    """Takes what there is to compile and begins none of it before `begin`."""
+
+    def __init__(self) -> None:
+        self.source = ""  # of the kernel that is asked for, before it is submitted
+        self._variants: Counter[str] = Counter()
+        self._tasks: list[tuple[tuple[int, int], Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, task: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        """See Executor."""
+        future: Future[Any] = Future()
+        order = (self._variants[self.source], -len(self.source))
+        self._variants[self.source] += 1
+        self._tasks.append((order, future, lambda: task(*arguments, **options)))
+        return future
+
+    def begin(self, executor: Executor, device: torch.device) -> None:
+        """Begins all; each is loaded on the device as soon as it is compiled.
+
+        One variant of every kernel, then the second ones, long kernels first: a kernel that takes longest is
+        then not the last to begin, whichever it is.
+        """
+        for _, future, task in sorted(self._tasks, key=lambda entry: entry[0]):
+            executor.submit(_compile_and_load, future, task, device)
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more will be compiled: whoever waits gets this error."""
+        for _, future, _ in self._tasks:
+            if not future.done():
+                future.set_exception(error)
 
 
 @contextmanager
@@ -26,27 +61,62 @@ def compiling(device: torch.device) -> Iterator[None]:
 
     Outputs of the launches are left as they are, so nothing may depend on their values. One thread at a time.
     """
+    queue = CompileQueue()
+    kernels: dict[int, Any] = {}
+    threads = min(MAX_THREADS, os.cpu_count() or 1)
+    with ExitStack() as stack:
+        executor = stack.enter_context(ThreadPoolExecutor(threads, "compile"))
+        stack.enter_context(_binaries_alone())
+        stack.enter_context(AsyncCompileMode(queue))  # its end waits for the compilers
+        try:
+            with _asking(queue, kernels):
+                yield
+            queue.begin(executor, device)
+        except BaseException as error:
+            queue.fail(error)
+            raise
+    for kernel in kernels.values():  # those that were compiled before, too
+        if not isinstance(kernel, FutureKernel):
+            kernel._init_handles()
+
+
+@contextmanager
+def _asking(queue: CompileQueue, kernels: dict[int, Any]) -> Iterator[None]:
     run: Callable[..., Any] = JITFunction.run
-    asked: dict[int, Any] = {}
 
     def ask(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        queue.source = self.src
         kernel = run(self, *arguments, grid=grid, warmup=True, **options)
-        asked[id(kernel)] = kernel
+        kernels[id(kernel)] = kernel
         return kernel
 
-    threads = min(MAX_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads, "compile", torch.cuda.set_device, (device,)) as executor:
-        with AsyncCompileMode(executor):
-            JITFunction.run = ask
-            set_compiling(True)
-            try:
-                yield
-            finally:
-                JITFunction.run = run
-                set_compiling(False)
-        for _ in executor.map(_load, asked.values()):
-            pass
+    JITFunction.run = ask
+    set_compiling(True)
+    try:
+        yield
+    finally:
+        JITFunction.run = run
+        set_compiling(False)
 
 
-def _load(kernel: Any) -> None:
-    (kernel.result() if isinstance(kernel, FutureKernel) else kernel)._init_handles()
+@contextmanager
+def _binaries_alone() -> Iterator[None]:
+    """Of what a compiler makes on its way only the end is kept: each start reads all that is there."""
+    before = knobs.compilation.store_binary_only
+    knobs.compilation.store_binary_only = True
+    try:
+        yield
+    finally:
+        knobs.compilation.store_binary_only = before
+
+
+def _compile_and_load(future: "Future[Any]", compile_kernel: Callable[[], Any], device: torch.device) -> None:
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        kernel = compile_kernel()
+        kernel._init_handles()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(kernel)
