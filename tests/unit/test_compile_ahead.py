@@ -1,0 +1,161 @@
+"""Kernels compiled before their launch: asked for first, begun in turns, loaded by who compiled them."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+
+from triton import knobs
+
+from kernels.compile_ahead import CompileQueue, compiling
+
+CPU = torch.device("cpu")
+
+
+class Compiled:
+    """Stands for a compiled kernel."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name = name
+        self._log = log
+
+    def _init_handles(self) -> None:
+        self._log.append(f"load {self.name}")
+
+
+def test_nothing_begins_before_all_is_known_and_variants_take_turns() -> None:
+    queue, log = CompileQueue(), list[str]()
+
+    def ask(source: str, name: str) -> Any:
+        def compile_kernel() -> Compiled:
+            log.append(f"compile {name}")
+            return Compiled(name, log)
+
+        queue.source = source
+        return queue.submit(compile_kernel)
+
+    futures = [ask("long source", "a1"), ask("long source", "a2"), ask("short", "b1"), ask("short", "b2")]
+    assert log == []
+    with ThreadPoolExecutor(1) as executor:
+        queue.begin(executor, CPU)
+    steps = [f"{what} {name}" for name in ("a1", "b1", "a2", "b2") for what in ("compile", "load")]
+    assert log == steps
+    assert [future.result().name for future in futures] == ["a1", "a2", "b1", "b2"]
+
+
+def test_a_compiler_that_fails_is_heard_by_who_waits_and_no_other() -> None:
+    queue, log = CompileQueue(), list[str]()
+
+    def fail() -> None:
+        raise ValueError("no such tile")
+
+    broken, sound = queue.submit(fail), queue.submit(lambda: Compiled("a", log))
+    with ThreadPoolExecutor(2) as executor:
+        queue.begin(executor, CPU)
+    assert isinstance(broken.exception(0), ValueError)
+    assert sound.result(0).name == "a"
+
+
+def test_an_error_while_asking_ends_the_wait_and_restores_what_was_set() -> None:
+    """Whoever waits for what was asked before would wait for ever."""
+    queue = CompileQueue()
+    future = queue.submit(lambda: None)
+    queue.fail(KeyError("asked wrongly"))
+    assert isinstance(future.exception(0), KeyError)
+    before = knobs.compilation.store_binary_only
+
+    def ask_wrongly() -> None:
+        with compiling(CPU):
+            assert knobs.compilation.store_binary_only
+            raise KeyError("asked wrongly")
+
+    with pytest.raises(KeyError, match="asked wrongly"):
+        ask_wrongly()
+    assert knobs.compilation.store_binary_only == before
+
+
+# Triton with the target of a GPU that is not there: it compiles for real and loads into this log.
+A_DRIVER = """
+import os, pathlib
+import torch, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from kernels.compile_ahead import compiling
+from kernels.launcher import launch
+
+loaded = []
+
+class Utils:
+    def load_binary(self, name, cubin, shared, device):
+        loaded.append(name)
+        return object(), object(), 16, 0, 1024
+    def unload_module(self, module): pass
+    def get_device_properties(self, device): return {"max_shared_mem": 232448}
+
+class Driver:
+    utils = Utils()
+    launcher_cls = staticmethod(lambda source, metadata: lambda *arguments: loaded.append("launched"))
+    def get_current_device(self): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_stream(self, device): return 0
+
+driver.set_active(Driver())
+"""
+
+
+def run_with_a_driver(code: str, folder: Path) -> str:
+    """What a program prints; it lies in a file because Triton reads the sources of kernels."""
+    path = f"import sys; sys.path[:] = {sys.path!r}\n"
+    program = folder / "program.py"
+    program.write_text(path + A_DRIVER + textwrap.dedent(code))
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache")}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, program], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_launches_within_it_compile_and_load_once_and_launch_nothing(tmp_path: Path) -> None:
+    """The real compiler of Triton for a GPU's target, without the GPU."""
+    printed = run_with_a_driver(
+        """
+        @triton.jit
+        def double(x, n, SIZE: tl.constexpr):
+            at = tl.arange(0, SIZE)
+            tl.store(x + at, 2 * tl.load(x + at, at < n), at < n)
+
+        def ask(size):
+            launch(double, (1,), (torch.zeros(64), 64), (size,), num_warps=1)
+
+        with compiling(torch.device("cpu")):
+            for size in (32, 64, 32):
+                ask(size)
+            print("asked", loaded)
+        print("compiled", loaded)
+        kept = {file.suffix for file in pathlib.Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.*")}
+        print("kept", sorted(kept & {".ttir", ".ttgir", ".llir", ".ptx", ".cubin"}))
+        with compiling(torch.device("cpu")):
+            ask(64)
+        print("again", len(loaded))
+        ask(64)
+        print("launch", loaded[-1], len(loaded))
+        """,
+        tmp_path,
+    )
+    assert printed.splitlines() == [
+        "asked []",
+        "compiled ['double', 'double']",
+        "kept ['.cubin']",
+        "again 2",
+        "launch launched 3",
+    ]
