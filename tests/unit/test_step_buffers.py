@@ -128,3 +128,13 @@ def test_a_launch_that_fails_still_guards_what_it_queued() -> None:
     with pytest.raises(RuntimeError, match="no graph"), buffers.next() as buffer:
         fail(buffer)
     assert answers(buffers, stream, 3, 0, 0) == [0, 2, 4]
+
+
+def test_memory_is_let_go_only_when_the_device_is_past_every_step() -> None:
+    stream = SlowStream()
+    buffers = StepBuffers(1, lambda: SlowEvent(stream), is_pinned=False, depth=4)
+    for _ in range(3):
+        with buffers.next() as buffer:
+            stream.enqueue(lambda buffer=buffer: step(buffer))
+    buffers.close()
+    assert stream.done == 3

@@ -182,6 +182,7 @@ class DecodeGraphs:
 
     def close(self) -> None:
         """Lets go of the graphs and their memory."""
+        self._buffers.close()
         self._graphs.clear()
         self._forward_graphs.clear()
         self._logits = None

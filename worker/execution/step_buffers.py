@@ -59,6 +59,11 @@ class StepBuffers:
         finally:
             buffer.event.record()
 
+    def close(self) -> None:
+        """Waits until the device is past every step: the memory may be somebody else's after this."""
+        for buffer in self._buffers:
+            buffer.event.synchronize()
+
 
 class StepOutcome:
     """What a step draws, once it has: read before the buffer has its next step."""
