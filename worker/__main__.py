@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from kvatlas.models.errors import ModelError
 from kvatlas.process_age import process_age
-from worker import log
+from worker import head_start, log
 from worker.config import ConfigError, WorkerConfig, from_args, wants_print
-from worker.head_start import head_start
 from worker.link.addresses import AddressError
 
 if TYPE_CHECKING:
@@ -49,14 +48,22 @@ def main(arguments: Sequence[str]) -> int:
 def _import_all(config: WorkerConfig) -> None:
     """All modules, without the collector: none of them goes again, and it would walk them dozens of times."""
     gc.disable()
+    threads = []
     if config.runner == "torch":
-        head_start(uses_cuda=config.device == "cuda")
+        uses_cuda = config.device == "cuda"
+        tasks = [head_start.link_torch, head_start.import_worker]
+        tasks += [head_start.open_device, head_start.prepare_triton] if uses_cuda else []
+        threads = [head_start.begin(task) for task in tasks]
         with log.log_phase(logger, "import_torch"):
             import_module("torch")
+        if uses_cuda:
+            threads.append(head_start.begin(head_start.first_product))
         with log.log_phase(logger, "import_device"):
             import_module("worker.torch_device")
     with log.log_phase(logger, "import_rest"):
         import_module("worker.process")
+        for thread in threads:
+            thread.join()
     gc.freeze()
     gc.enable()
 

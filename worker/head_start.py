@@ -24,18 +24,11 @@ _TORCH_LIBRARIES = (  # in torch's own order, each with what it links to
 logger = logging.getLogger("worker.start")
 
 
-def head_start(*, uses_cuda: bool) -> list[Thread]:
-    """Starts the threads. Each ends by itself within seconds, and a process that ends waits for it."""
-    tasks: list[tuple[str, Callable[[], None]]] = [
-        ("link_torch", link_torch),
-        ("import_worker", import_worker),
-    ]
-    if uses_cuda:
-        tasks += [("open_device", open_device), ("prepare_triton", prepare_triton)]
-    threads = [Thread(target=_run, args=task, name=task[0]) for task in tasks]
-    for thread in threads:
-        thread.start()
-    return threads
+def begin(task: Callable[[], None]) -> Thread:
+    """Starts one of the tasks below; it ends by itself within seconds, whatever becomes of it."""
+    thread = Thread(target=_run, args=(task,), name=task.__name__)
+    thread.start()
+    return thread
 
 
 def link_torch() -> None:
@@ -63,6 +56,15 @@ def open_device() -> None:
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
+def first_product() -> None:
+    """A product on the device, once torch is there: the library behind it is loaded. Keeps no memory."""
+    torch = import_module("torch")
+    rows = torch.zeros(16, 64, dtype=torch.bfloat16, device="cuda")
+    torch.nn.functional.linear(rows, rows)
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 def prepare_triton() -> None:
     """The key of Triton's cache, for which it reads all of its library, and its part for the driver, built
     with the C compiler where the cache is empty.
@@ -71,7 +73,8 @@ def prepare_triton() -> None:
     import_module("triton.backends.nvidia.driver").CudaUtils()
 
 
-def _run(name: str, task: Callable[[], None]) -> None:
+def _run(task: Callable[[], None]) -> None:
+    name = task.__name__
     try:
         with log_phase(logger, name):
             task()

@@ -4,7 +4,6 @@ Runs on the engine's thread between steps; what was recorded is written on anoth
 runs. Knows no files and no wire.
 """
 
-import cProfile
 import gzip
 import json
 import logging
@@ -29,6 +28,8 @@ class PythonProfile:
     suffix = ".pstats"
 
     def __init__(self) -> None:
+        import cProfile  # slow to import, seldom asked for
+
         self._profile = cProfile.Profile()
         self._profile.enable()
 

@@ -7,10 +7,10 @@ import textwrap
 import time
 
 import pytest
+import torch
 
 from kvatlas.process_age import process_age
-from worker import head_start as module
-from worker.head_start import head_start
+from worker.head_start import begin, first_product, open_device
 
 
 def run_in_a_new_process(code: str) -> str:
@@ -63,30 +63,25 @@ def test_triton_can_be_prepared_without_torch() -> None:
     assert printed.split() == ["True", "True", "False"]
 
 
-def test_what_fails_is_logged_and_left_to_whoever_needs_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail() -> None:
+def test_what_fails_is_logged_and_left_to_whoever_needs_it(caplog: pytest.LogCaptureFixture) -> None:
+    def open_nothing() -> None:
         raise OSError("no such library")
 
-    for name in ("link_torch", "import_worker", "open_device", "prepare_triton"):
-        monkeypatch.setattr(module, name, fail)
     with caplog.at_level(logging.DEBUG, "worker.start"):
-        threads = head_start(uses_cuda=True)
-        for thread in threads:
-            thread.join(10)
-    assert [thread.is_alive() for thread in threads] == [False] * 4
-    assert caplog.text.count("head_start_failed") == 4
+        thread = begin(open_nothing)
+        thread.join(10)
+    assert not thread.is_alive()
+    assert "head_start_failed task=open_nothing" in caplog.text
     assert "no such library" in caplog.text
 
 
-def test_without_cuda_neither_device_nor_triton_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    for name in ("link_torch", "import_worker", "open_device", "prepare_triton"):
-        monkeypatch.setattr(module, name, lambda name=name: done.append(name))
-    for thread in head_start(uses_cuda=False):
-        thread.join(10)
-    assert sorted(done) == ["import_worker", "link_torch"]
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+def test_without_a_gpu_its_tasks_fail_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """The worker then says what is wrong where it asks for the device."""
+    with caplog.at_level(logging.DEBUG, "worker.start"):
+        for task in (open_device, first_product):
+            begin(task).join(30)
+    assert "task=first_product" in caplog.text
 
 
 def test_the_age_of_a_process_counts_from_its_start() -> None:

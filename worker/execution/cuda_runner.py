@@ -104,7 +104,8 @@ class CudaRunner(TorchRunner):
             dummy_row=config.max_running,
         )
         if self._attention.name == "triton":  # a library's kernels would run, on what ours did not compute
-            with log_phase(log, "compile"), compiling(self._device), self._fused.shallow():
+            asking = log_phase(log, "ask_for_kernels")  # the compilers begin at its end
+            with log_phase(log, "compile"), compiling(self._device), asking, self._fused.shallow():
                 self.graphs.run_bodies()
                 for step in steps:
                     self._run_dummies(step)

@@ -6,7 +6,6 @@ The container itself is read by kvatlas.models.gguf.
 
 from pathlib import Path
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -70,6 +69,8 @@ class GgufSource:
 
     def dequantized(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The dense tensor, through fp32."""
+        import gguf  # slow, and most models are in other files
+
         kind = gguf.GGMLQuantizationType[self.quantization]
         try:
             dense = gguf.quants.dequantize(self.raw(), kind)
