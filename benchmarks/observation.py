@@ -5,11 +5,13 @@
     python -m benchmarks.observation --device cuda                offline256 on a device, nothing else
 
 Everything that observes on (event fold, metrics, load, 10 Hz page feed with a subscriber, a scrape a second,
-the live audit) against all of it off, in turns, in one run. Budgets: 15 us of a step at 256 sequences, 2 % of
-the CPU engine's tokens, 1 % of offline256 on a GPU.
+a recording, the live audit) against all of it off, in turns, in one run. Budgets: 15 us of a step at 256
+sequences, 2 % of the CPU engine's tokens, 1 % of offline256 on a GPU.
 """
 
 import argparse
+import math
+import time
 from pathlib import Path
 
 from benchmarks.control_plane import Case
@@ -46,7 +48,7 @@ def pieces(seconds: float, rounds: int) -> dict[str, object]:
 
 
 def workload(
-    name: str, model: str, device: str, rounds: int, num_pages: int = 0
+    name: str, model: str, device: str, rounds: int, num_pages: int = 0, deadline: float = math.inf
 ) -> tuple[dict[str, object], str]:
     """A workload on a device, each run from an empty cache after one that warms up; and the device's name."""
     # Here and not above: the rest needs no torch.
@@ -73,10 +75,10 @@ def workload(
     try:
         run(False)
         run(True)  # graphs for the sizes of its steps are captured before anything counts
-        found = in_turns(run, rounds)
+        found = in_turns(run, rounds, deadline)
     finally:
         engine.runner.close()
-    return {"workload": name, "model": model, "rounds": rounds, **found}, engine.device_name
+    return {"workload": name, "model": model, **found}, engine.device_name
 
 
 def main() -> None:
@@ -90,12 +92,16 @@ def main() -> None:
     parser.add_argument("--num-pages", type=int, default=0, help="of --device; 0: what fits")
     parser.add_argument("--write", action="store_true", help="into the folder of the results")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result's file")
+    parser.add_argument(
+        "--within", type=float, default=math.inf, help="of --device: seconds after which no round begins"
+    )
     options = parser.parse_args()
+    deadline = time.monotonic() + options.within
     name, packages, device = "observation", PACKAGES, ""
     if options.device:
         model = options.model or GPU_MODEL
         found, device_name = workload(
-            options.workload, model, options.device, options.rounds, options.num_pages
+            options.workload, model, options.device, options.rounds, options.num_pages, deadline
         )
         figures = {options.workload: found}
         name, packages = f"observation-{options.workload}", [*PACKAGES, "torch"]

@@ -4,6 +4,7 @@ Constant load: a runner that answers at once or after a fixed time (a device on 
 holding the interpreter), or the CPU engine; what ends is replaced. Workload: offline256 on a device.
 """
 
+import math
 import statistics
 import threading
 import time
@@ -178,19 +179,29 @@ def on_workload(
         return Run.between(first, last)
 
 
-def in_turns(run: Callable[[bool], Run], rounds: int) -> dict[str, object]:
-    """Off and on, each round beginning with the other one; ``cost``: of each round, share of tokens/s."""
+def in_turns(run: Callable[[bool], Run], rounds: int, deadline: float = math.inf) -> dict[str, object]:
+    """Off and on, each round beginning with the other one; ``cost``: of each round, share of tokens/s.
+
+    ``deadline``, of the monotonic clock: no round begins that would end after it, going by the longest.
+    """
     runs: dict[bool, list[Run]] = {False: [], True: []}
+    longest = 0.0
     for number in range(rounds):
+        began = time.monotonic()
+        if number and began + longest > deadline:
+            break
         for observed in (False, True) if number % 2 == 0 else (True, False):
             runs[observed].append(run(observed))
+        longest = max(longest, time.monotonic() - began)
     off, on = (_median(runs[observed]) for observed in (False, True))
     pairs = zip(runs[False], runs[True], strict=True)
     costs = [1 - seen.tokens_per_second / unseen.tokens_per_second for unseen, seen in pairs]
     return {
+        "rounds": len(costs),
         "tokens_per_second_off": round(off.tokens_per_second),
         "tokens_per_second_on": round(on.tokens_per_second),
         "cost_median": round(statistics.median(costs), 4),
+        "cost_standard_error": round(_standard_error(costs), 4),
         "cost_of_each_round": [round(cost, 4) for cost in costs],
         "engine_cpu_us_per_step_off": round(off.engine_seconds_per_step * 1e6, 1),
         "engine_cpu_us_per_step_on": round(on.engine_seconds_per_step * 1e6, 1),
@@ -202,6 +213,11 @@ def in_turns(run: Callable[[bool], Run], rounds: int) -> dict[str, object]:
 def compare(setting: Setting, rounds: int, runner: Runner | None = None) -> dict[str, object]:
     """Constant load, off and on."""
     return in_turns(lambda observed: under_load(setting, observed, runner), rounds)
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    """Of their mean; 0: a single one tells nothing."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def _median(runs: Sequence[Run]) -> Run:

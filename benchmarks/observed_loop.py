@@ -10,19 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import zmq
-from prometheus_client import CollectorRegistry, generate_latest
-
+from benchmarks.observed_readers import Readers, processor_seconds
 from worker.channels import CommandQueue, Handover, OutputQueue
 from worker.description import ModelDescription, PoolDescription, WorkerDescription
 from worker.engine import Engine, EngineSettings
 from worker.execution.runner import Runner
 from worker.link import codec
-from worker.link.publisher import DELTAS, PageFeed
-from worker.messages import AddRequest, EngineCommand, LinkMessage, ObserverCall, StepOutputs
-from worker.readers.metrics import WorkerCollector
-from worker.readers.observation import Observation
-from worker.readers.observer import Observer
+from worker.messages import AddRequest, EngineCommand, LinkMessage, StepOutputs
 from worker.scheduling.request import RequestSpec
 from worker.scheduling.scheduler import Scheduler
 from worker.status import first_board
@@ -46,7 +40,7 @@ class Marks:
     steps: int
     look_seconds: float  # of the engine's processor time, spent on showing itself
     engine_seconds: float
-    observer_seconds: float
+    observer_seconds: float  # and the recorder's
 
 
 @dataclass(frozen=True)
@@ -91,25 +85,26 @@ class Loop:
         )
         self.commands: CommandQueue[EngineCommand] = CommandQueue(4096)
         self.outputs: OutputQueue[LinkMessage] = OutputQueue(1024)
-        self.observations: Handover[Observation] = Handover(64)
+        self._readers = Readers(folder, self.outputs) if observed else None
         self.engine = Engine(
             scheduler,
             runner,
             EngineSettings(overlap=overlap, audit_interval=1.0 if observed else OFF),
             commands=self.commands,
             outputs=self.outputs,
-            observations=self.observations,
+            observations=self._readers.observations if self._readers is not None else Handover(64),
             board=first_board(description, time.monotonic()),
             on_state=lambda: None,
             wake_observer=self._wake,
+            traffic=self._readers.traffic if self._readers is not None else None,
         )
         self._look_seconds = 0.0
         self._look = self.engine._watch.look
         self.engine._watch.look = self._timed_look if observed else _no_look  # type: ignore[method-assign]
         self.num_tokens = 0
         self._is_over = False
-        self._registry = CollectorRegistry()
-        self._observer = self._make_observer(folder, description) if observed else None
+        if self._readers is not None:
+            self._readers.start(self.engine, scheduler, description)
         self._io = threading.Thread(target=self._serve)
         self._thread = threading.Thread(target=self.engine.run)
 
@@ -130,16 +125,14 @@ class Loop:
             self._thread.join()
             self._is_over = True
             self._io.join()
-            if self._observer is not None:
-                self._observer.close()
-                self._subscriber.close()
-                self._context.term()
+            if self._readers is not None:
+                self._readers.close()
             self.outputs.close()
 
     def marks(self) -> Marks:
         """As of now."""
-        observer = 0.0 if self._observer is None else _processor_seconds(self._observer.thread)
-        engine = _processor_seconds(self._thread)
+        observer = 0.0 if self._readers is None else self._readers.processor_seconds
+        engine = processor_seconds(self._thread)
         steps = self.scheduler.step_number
         return Marks(time.perf_counter(), self.num_tokens, steps, self._look_seconds, engine, observer)
 
@@ -149,43 +142,8 @@ class Loop:
         self._look_seconds += time.thread_time() - began
 
     def _wake(self) -> None:
-        if self._observer is not None:
-            self._observer.wake()
-
-    def _make_observer(self, folder: Path, description: WorkerDescription) -> Observer:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        ring = self.scheduler.cache.events
-        calls: Handover[ObserverCall] = Handover(8)
-        feed = PageFeed(
-            self._context,
-            f"ipc://{folder}/pages",
-            description=description,
-            ring=ring,
-            calls=calls,
-            answers=self.outputs,
-        )
-        self._subscriber = self._context.socket(zmq.SUB)
-        self._subscriber.connect(f"ipc://{folder}/pages")
-        self._subscriber.subscribe(DELTAS)
-        observer = Observer(
-            ring,
-            self.observations,
-            num_pages=description.pool.num_pages,
-            page_size=description.pool.page_size,
-            ask_for_snapshot=self.engine.ask_for_snapshot,
-            on_load=lambda load: None,
-            on_failure=self.engine.fail,
-            sink=feed,
-        )
-        WorkerCollector(
-            self._registry,
-            description,
-            view=lambda: observer.metrics,
-            mismatches=lambda: 0,
-            watermark_pages=0,
-        )
-        observer.start()
-        return observer
+        if self._readers is not None:
+            self._readers.wake()
 
     def _serve(self) -> None:
         """The I/O thread: encodes, counts, scrapes once a second."""
@@ -199,17 +157,12 @@ class Loop:
                         self.num_tokens += len(columns.token_ids)
                         for _ in columns.ends:
                             self._on_end()
-            if self._observer is not None and time.monotonic() > scrape:
+            if self._readers is not None and time.monotonic() > scrape:
                 scrape += 1.0
-                generate_latest(self._registry)
+                self._readers.scrape()
             if not len(self.outputs):
                 time.sleep(0.0005)
 
 
 def _no_look(now: float) -> None:
     """All of it off."""
-
-
-def _processor_seconds(thread: threading.Thread) -> float:
-    assert thread.ident is not None, f"{thread} has not started"
-    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import observation
 from benchmarks.observation_parts import table_rows
+from benchmarks.observed_load import in_turns
+from benchmarks.observed_loop import Run
 from worker.row_desk import BOOK_ROWS, DEVICE_ROWS
 
 
@@ -27,6 +29,20 @@ def test_a_workload_runs_on_and_off_in_turns_and_is_written(
     assert len(found["cost_of_each_round"]) == 2
     assert found["engine_look_share"] > 0, "nobody looked"
     assert found["observer_cpu_share"] > 0, "nobody observed"
+
+
+def test_no_round_begins_after_the_deadline() -> None:
+    seen = []
+
+    def run(observed: bool) -> Run:
+        seen.append(observed)
+        return Run(100.0 - observed, 1e-3, 0.01, 0.02)
+
+    found = in_turns(run, rounds=4, deadline=0.0)  # long past: one round is measured all the same
+    assert (found["rounds"], seen) == (1, [False, True])
+    assert (found["cost_median"], found["cost_standard_error"]) == (0.01, 0.0)
+    assert in_turns(run, rounds=3)["rounds"] == 3
+    assert seen[2:] == [False, True, True, False, False, True]
 
 
 def test_rows_of_the_page_table_take_many_short_turns() -> None:
