@@ -2,8 +2,9 @@
 
 A synthetic feed over real gRPC, the dashboard in a process of its own, one Chromium. Measured after a
 warm-up: the first map, bytes and paints of the browser, its longest task, frames and heap; CPU and memory of
-the dashboard's process with one tab, and with more viewers on the socket alone. With --soak: memory over
-that time, tabs opened and closed meanwhile. Needs a quiet machine: both cores are shared with the browser.
+the dashboard's process with one tab, and with more viewers on the socket alone. Needs a quiet machine: both
+cores are shared with the browser. With --soak: memory over that time, tabs opened and closed meanwhile; what
+the process holds (anonymous pages) apart from what it has read of files (libraries).
 """
 
 import argparse
@@ -36,7 +37,9 @@ READY_SECONDS = 120.0
 PATIENCE_MS = 180_000
 RINGS_FULL_SECONDS = 900.0  # ten minutes of history, and two key frames more
 FLAT_MIB_PER_HOUR = 1.0
-GUEST_SECONDS, SAMPLE_SECONDS = 60.0, 10.0
+GUEST_SECONDS, SAMPLE_SECONDS = 30.0, 10.0
+GUEST_PATIENCE_MS = 60_000
+BLOCK_SECONDS = 300.0  # samples of less are alike: the line and its error are those of these means
 VIEWS = ("", "requests", "prefix_tree", "what_if", "timeline", "integrity", "playground", "explain")
 LIVE_HEAP = "() => { gc(); return performance.memory.usedJSHeapSize; }"
 FLAGS = [
@@ -159,11 +162,13 @@ def soak(browser: Any, url: str, process: psutil.Process, seconds: float) -> dic
     """Memory of the process and of a tab that stays open, while other tabs look at one view each.
 
     Flat: when all rings are full, the line through the samples rises by no more than FLAT_MIB_PER_HOUR.
+    Samples are taken while no other tab is open.
     """
     page = browser.new_page(viewport={"width": 1400, "height": 900})
     page.goto(url, timeout=PATIENCE_MS)
-    process_mib: list[tuple[float, float]] = []
-    tab_mib: list[tuple[float, float]] = []
+    resident: list[tuple[float, float]] = []
+    anonymous: list[tuple[float, float]] = []
+    tab: list[tuple[float, float]] = []
     threads: list[int] = []
     views, failed = cycle(VIEWS), 0
     start, next_guest = time.monotonic(), 0.0
@@ -171,22 +176,26 @@ def soak(browser: Any, url: str, process: psutil.Process, seconds: float) -> dic
         if now >= next_guest:
             next_guest = now + GUEST_SECONDS
             failed += not _visited(browser, url + next(views))
-            tab_mib.append((now, page.evaluate(LIVE_HEAP) / 2**20))
-            print(f"{now:6.0f} s  {process.memory_info().rss / 2**20:.1f} MiB  tab {tab_mib[-1][1]:.1f} MiB")
+            tab.append((now, page.evaluate(LIVE_HEAP) / 2**20))
         page.wait_for_timeout(SAMPLE_SECONDS * 1000)
-        process_mib.append((now, process.memory_info().rss / 2**20))
+        now, memory = time.monotonic() - start, process.memory_info()
+        resident.append((now, memory.rss / 2**20))
+        anonymous.append((now, (memory.rss - memory.shared) / 2**20))
         threads.append(process.num_threads())
+        held = f"{resident[-1][1]:.1f} MiB, {anonymous[-1][1]:.1f} its own"
+        print(f"{now:6.0f} s  {held}; tab {tab[-1][1]:.1f} MiB", flush=True)
     page.close()
     settled = min(RINGS_FULL_SECONDS, seconds / 2)
     return {
         "seconds": round(seconds),
         "settled_after_seconds": round(settled),
         "flat_mib_per_hour": FLAT_MIB_PER_HOUR,
-        "guests": len(tab_mib),
+        "guests": len(tab),
         "guests_failed": failed,
         "threads_max": max(threads),
-        "process": _growth(process_mib, settled),
-        "tab": _growth(tab_mib, settled),
+        "process": growth(resident, settled),
+        "process_anonymous": growth(anonymous, settled),
+        "tab": growth(tab, settled),
     }
 
 
@@ -194,7 +203,7 @@ def _visited(browser: Any, url: str) -> bool:
     """Another tab, for some seconds. False: it did not load; the next one may."""
     guest = browser.new_page()
     try:
-        guest.goto(url, timeout=GUEST_SECONDS * 1000)
+        guest.goto(url, timeout=GUEST_PATIENCE_MS)
         guest.wait_for_timeout(5_000)
         return True
     except Error:
@@ -203,9 +212,15 @@ def _visited(browser: Any, url: str) -> bool:
         guest.close()
 
 
-def _growth(samples: list[tuple[float, float]], settled: float) -> dict[str, Any]:
-    """MiB an hour by least squares after `settled` seconds, and a sample each minute or so."""
-    times, mib = np.array([each for each in samples if each[0] >= settled]).T
+def growth(samples: list[tuple[float, float]], settled: float) -> dict[str, Any]:
+    """MiB an hour by least squares after `settled` seconds, and a sample each minute or so.
+
+    `samples`: (seconds, MiB) in order of time, at least three after `settled`.
+    """
+    late = np.array([each for each in samples if each[0] >= settled])
+    block_seconds = min(BLOCK_SECONDS, (late[-1, 0] - settled) / 6)
+    block = ((late[:, 0] - settled) // block_seconds).astype(int)
+    times, mib = np.array([late[block == number].mean(axis=0) for number in np.unique(block)]).T
     hours = (times - times.mean()) / 3600
     slope = float(hours @ mib / (hours @ hours))
     rest = mib - mib.mean() - slope * hours
@@ -215,8 +230,8 @@ def _growth(samples: list[tuple[float, float]], settled: float) -> dict[str, Any
         "mib_per_hour": round(slope, 2),
         "standard_error": round(error, 2),
         "is_flat": slope <= FLAT_MIB_PER_HOUR,
-        "mib_median": round(float(np.median(mib)), 1),
-        "mib_max": round(float(mib.max()), 1),
+        "mib_median": round(float(np.median(late[:, 1])), 1),
+        "mib_max": round(float(late[:, 1].max()), 1),
         "mib": [round(value, 1) for _, value in samples[::every]],
     }
 

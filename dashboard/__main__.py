@@ -60,6 +60,7 @@ async def _serve(config: DashboardConfig) -> int:
         signal.signal(number, _pass)
     tell = asyncio.ensure_future(_tell_when_ready(server, config))
     watch = asyncio.ensure_future(_watch_parent(config.parent_watch, server))
+    trim = asyncio.ensure_future(allocator.keep_trim())
     try:
         await server.serve()
     except SystemExit:  # uvicorn could not bind; it has said why
@@ -67,6 +68,7 @@ async def _serve(config: DashboardConfig) -> int:
     finally:
         tell.cancel()
         watch.cancel()
+        trim.cancel()
     return 0 if server.started else START_STATUS
 
 

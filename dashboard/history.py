@@ -1,13 +1,15 @@
 """The last minutes of a page map: key frames and deltas, compressed, so that a viewer can go back in time.
 
 Owns memory and its bound; knows no clock: every entry carries the worker's. A key frame begins each epoch,
-and one comes each minute, so that a look back applies 600 deltas at most.
+and one comes each minute, so that a look back applies 600 deltas at most. A key frame and its deltas lie in
+one buffer, which comes and goes as a whole: thousands of small blocks that end in another order than their
+neighbours on the heap would keep it from ever shrinking.
 """
 
 import zlib
 from bisect import bisect_right
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,9 +36,29 @@ class Past:
 class _Entry:
     clock_ms: float
     uptime_ms: int
-    is_key: bool
-    count: int
-    packed: bytes
+    count: int  # pages
+    begin: int  # in the segment's buffer
+    end: int
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A key frame and the deltas that follow it, in time order."""
+
+    packed: bytearray = field(default_factory=bytearray)
+    entries: list[_Entry] = field(default_factory=list)
+
+    @property
+    def start_ms(self) -> float:
+        return self.entries[0].clock_ms
+
+    def add(self, clock_ms: float, uptime_ms: int, count: int, packed: bytes) -> None:
+        begin = len(self.packed)
+        self.packed += packed
+        self.entries.append(_Entry(clock_ms, uptime_ms, count, begin, begin + len(packed)))
+
+    def raw(self, entry: _Entry) -> bytes:
+        return zlib.decompress(self.packed[entry.begin : entry.end])
 
 
 class History:
@@ -45,8 +67,7 @@ class History:
     def __init__(self, seconds: float, max_bytes: int = MAX_BYTES) -> None:
         self._span_ms = seconds * 1000.0
         self._max_bytes = max_bytes
-        self._entries: deque[_Entry] = deque()
-        self._bytes = 0
+        self._segments: deque[_Segment] = deque()
         self._last_key_ms = -np.inf
         self._last_ms = -np.inf
         self.restarts: deque[float] = deque(maxlen=64)  # moments at which another epoch began
@@ -54,17 +75,22 @@ class History:
     @property
     def num_bytes(self) -> int:
         """Held now."""
-        return self._bytes
+        return sum(len(segment.packed) for segment in self._segments)
+
+    @property
+    def num_segments(self) -> int:
+        """Key frames held, each with its deltas."""
+        return len(self._segments)
 
     @property
     def start_ms(self) -> float | None:
         """The oldest moment that can be shown."""
-        return self._entries[0].clock_ms if self._entries else None
+        return self._segments[0].start_ms if self._segments else None
 
     @property
     def end_ms(self) -> float | None:
         """The newest."""
-        return self._entries[-1].clock_ms if self._entries else None
+        return self._segments[-1].entries[-1].clock_ms if self._segments else None
 
     def is_due(self, clock_ms: float) -> bool:
         """Whether the next delta should be written: ten a second are kept."""
@@ -77,7 +103,8 @@ class History:
     def add_key(self, clock_ms: float, uptime_ms: int, columns: Columns, used_ms: NDArray[np.uint32]) -> None:
         """The whole map."""
         self._last_key_ms = clock_ms
-        self._add(_Entry(clock_ms, uptime_ms, True, len(columns), _pack(None, columns, used_ms)))
+        self._segments.append(_Segment())
+        self._add(clock_ms, uptime_ms, len(columns), _pack(None, columns, used_ms))
 
     def add_delta(
         self,
@@ -87,42 +114,36 @@ class History:
         columns: Columns,
         used_ms: NDArray[np.uint32],
     ) -> None:
-        """Pages that changed since the last entry."""
-        self._add(_Entry(clock_ms, uptime_ms, False, len(page_ids), _pack(page_ids, columns, used_ms)))
+        """Pages that changed since the last entry. A key frame comes before the first."""
+        self._add(clock_ms, uptime_ms, len(page_ids), _pack(page_ids, columns, used_ms))
 
     def at(self, clock_ms: float) -> Past | None:
         """The map at a moment; one before the start snaps to it. None: nothing is held."""
-        if not self._entries:
+        if not self._segments:
             return None
-        entries = list(self._entries)
-        last = max(0, bisect_right(entries, clock_ms, key=lambda entry: entry.clock_ms) - 1)
-        first = next(number for number in range(last, -1, -1) if entries[number].is_key)
-        _, columns, used = _unpack(entries[first])
-        for entry in entries[first + 1 : last + 1]:
-            page_ids, changed, changed_used = _unpack(entry)
+        starts = [segment.start_ms for segment in self._segments]
+        segment = self._segments[max(0, bisect_right(starts, clock_ms) - 1)]
+        last = max(1, bisect_right(segment.entries, clock_ms, key=lambda entry: entry.clock_ms))
+        key, *deltas = segment.entries[:last]
+        _, columns, used = _unpack(segment.raw(key), key.count, is_key=True)
+        for entry in deltas:
+            page_ids, changed, changed_used = _unpack(segment.raw(entry), entry.count, is_key=False)
             for whole, part in zip(_arrays(columns), _arrays(changed), strict=True):
                 whole[page_ids] = part
             used[page_ids] = changed_used
-        return Past(entries[last].clock_ms, columns, used, entries[last].uptime_ms)
+        shown = segment.entries[last - 1]
+        return Past(shown.clock_ms, columns, used, shown.uptime_ms)
 
-    def _add(self, entry: _Entry) -> None:
-        self._entries.append(entry)
-        self._bytes += len(entry.packed)
-        self._last_ms = entry.clock_ms
-        while len(self._entries) > 1 and self._is_surplus(entry.clock_ms):
-            self._drop_oldest()
+    def _add(self, clock_ms: float, uptime_ms: int, count: int, packed: bytes) -> None:
+        self._segments[-1].add(clock_ms, uptime_ms, count, packed)
+        self._last_ms = clock_ms
+        while len(self._segments) > 1 and self._is_surplus(clock_ms):
+            self._segments.popleft()
 
     def _is_surplus(self, now_ms: float) -> bool:
-        """Whether the oldest key frame with its deltas may go: another one follows it."""
-        has_next_key = any(entry.is_key for number, entry in enumerate(self._entries) if number)
-        is_old = self._entries[0].clock_ms < now_ms - self._span_ms - KEY_FRAME_MS
-        return has_next_key and (is_old or self._bytes > self._max_bytes)
-
-    def _drop_oldest(self) -> None:
-        """A key frame and the deltas up to the next one."""
-        self._bytes -= len(self._entries.popleft().packed)
-        while self._entries and not self._entries[0].is_key:
-            self._bytes -= len(self._entries.popleft().packed)
+        """Whether the oldest segment may go: another one follows it."""
+        is_old = self._segments[0].start_ms < now_ms - self._span_ms - KEY_FRAME_MS
+        return is_old or self.num_bytes > self._max_bytes
 
 
 def _arrays(columns: Columns) -> tuple[NDArray[np.generic], ...]:
@@ -135,8 +156,10 @@ def _pack(page_ids: NDArray[np.uint32] | None, columns: Columns, used_ms: NDArra
     return zlib.compress(b"".join(part.tobytes() for part in parts), 1)
 
 
-def _unpack(entry: _Entry) -> tuple[NDArray[np.uint32], Columns, NDArray[np.uint32]]:
-    raw, place, count = zlib.decompress(entry.packed), 0, entry.count
+def _unpack(
+    raw: bytes, count: int, *, is_key: bool
+) -> tuple[NDArray[np.uint32], Columns, NDArray[np.uint32]]:
+    place = 0
 
     def take(kind: type[np.generic]) -> NDArray[np.generic]:
         nonlocal place
@@ -144,7 +167,7 @@ def _unpack(entry: _Entry) -> tuple[NDArray[np.uint32], Columns, NDArray[np.uint
         place += array.nbytes
         return array
 
-    page_ids = np.empty(0, np.uint32) if entry.is_key else take(np.uint32)
+    page_ids = np.empty(0, np.uint32) if is_key else take(np.uint32)
     used, owners, fill = take(np.uint32), take(np.uint16), take(np.uint16)
     states, refs = take(np.uint8), take(np.uint8)
     return page_ids, Columns(states, refs, fill, owners), used  # type: ignore[arg-type, return-value]

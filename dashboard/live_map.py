@@ -176,6 +176,8 @@ class LiveMap:
         self._used_at[page_ids[is_used]] = self.revision
         self._recent.append((self.revision, page_ids))
         self._unwritten.append(page_ids)
+        if len(self._unwritten) > RECENT_MESSAGES:  # nothing is written while a worker's clock stands still
+            self._unwritten = [np.unique(np.concatenate(self._unwritten))]
         self.spectrogram.count(page_ids)
         self._follow_ghosts(page_ids, before)
 
@@ -223,6 +225,11 @@ class LiveMap:
             stats.unaligned_tokens_total,
         )
         return tuple(number & 0xFFFFFFFF for number in (*counts.values(), *totals, *self._load))
+
+    @property
+    def num_unwritten(self) -> int:
+        """Arrays of page ids that wait for the next entry of the history."""
+        return len(self._unwritten)
 
     # reading; all but `locked` take the lock themselves
 

@@ -73,6 +73,18 @@ def test_a_snapshot_counts_when_its_last_part_is_there() -> None:
     assert not page_map.is_stale
 
 
+def test_no_message_is_held_once_it_is_taken() -> None:
+    """A part of a protobuf message keeps the memory of all of it, here of every plane."""
+    held, taken = PageMap(), snapshot([FREE, CACHED])
+    held.apply(taken)
+    taken.snapshot.geometry.page_size = taken.revision.number = 99
+    assert (held.geometry.page_size, held.revision.number) == (16, 10)
+    window = pb.GetPageMapResponse(pages=pb.PageMap(states=bytes([FREE])), stats=pb.PoolStats(free_pages=1))
+    held.take_window(window, taken.snapshot.geometry)
+    window.stats.free_pages, taken.snapshot.geometry.page_size = 7, 5
+    assert (held.stats.free_pages, held.geometry.page_size) == (1, 99)
+
+
 def test_a_delta_changes_its_pages_and_no_others() -> None:
     page_map = PageMap()
     page_map.apply(snapshot([FREE, FREE, ACTIVE]))

@@ -6,12 +6,16 @@ it continues the number held, anything else is a bug and raises Incomplete. Know
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
+from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from kvatlas.client.errors import Incomplete
 from kvatlas.v1 import cache_pb2 as pb
+
+Part = TypeVar("Part", bound=Message)
 
 PLANES: Mapping[str, np.dtype[np.generic]] = {
     "states": np.dtype("u1"),
@@ -105,15 +109,15 @@ class PageMap:
                 self._apply_delta(message.delta)
         else:
             return False  # a kind that this version does not know
-        self.revision = pb.Revision()
-        self.revision.CopyFrom(message.revision)
+        self.revision = _copied(message.revision)
         if message.HasField("stats"):
             self.stats.CopyFrom(message.stats)
         return True
 
     def take_window(self, window: pb.GetPageMapResponse, geometry: pb.PoolGeometry) -> None:
         """Starts from one answer of GetPageMap that covers the whole pool; without sequences."""
-        self.geometry, self.stats, self.revision = geometry, window.stats, window.revision
+        self.geometry, self.stats = _copied(geometry), _copied(window.stats)
+        self.revision = _copied(window.revision)
         self.planes = _read_planes(window.pages)
         self.is_stale = False
 
@@ -123,7 +127,8 @@ class PageMap:
         if message.snapshot.chunks_left:
             return False
         parts, self._parts = self._parts, []
-        self.geometry = next((part.geometry for part in parts if part.HasField("geometry")), self.geometry)
+        geometry = next((part.geometry for part in parts if part.HasField("geometry")), self.geometry)
+        self.geometry = _copied(geometry)
         by_part = [_read_planes(part.pages) for part in parts if part.page_count]
         names = by_part[0].keys() if by_part else ()
         self.planes = {name: np.concatenate([planes[name] for planes in by_part]) for name in names}
@@ -219,6 +224,13 @@ def _wait_reason(reason: int) -> str:
         return pb.WaitReason.Name(reason).removeprefix("WAIT_REASON_").lower()
     except ValueError:
         return f"reason_{reason}"
+
+
+def _copied(part: Part) -> Part:
+    """A part of a message holds the memory of all of it, planes and lists; a copy does not."""
+    copied = type(part)()
+    copied.CopyFrom(part)
+    return copied
 
 
 def _read_planes(pages: pb.PageMap) -> dict[str, NDArray[np.generic]]:

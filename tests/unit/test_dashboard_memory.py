@@ -1,0 +1,120 @@
+"""What the dashboard holds has a bound, and what it no longer needs goes back. Counts, not megabytes."""
+
+import asyncio
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from benchmarks.dashboard import growth
+from dashboard import allocator, demo_messages
+from dashboard.demo_pool import DemoPool
+from dashboard.frames import Columns
+from dashboard.history import KEY_FRAME_MS, History
+from dashboard.live_map import RECENT_MESSAGES, LiveMap
+from kvatlas.v1 import cache_pb2 as pb
+
+
+def live_map(pool: DemoPool) -> LiveMap:
+    live = LiveMap("w")
+    for message in demo_messages.snapshot(pool):
+        live.apply(message)
+    demo_messages.forget_changes(pool)
+    return live
+
+
+def columns(count: int) -> Columns:
+    empty, wide = np.zeros(count, np.uint8), np.zeros(count, np.uint16)
+    return Columns(empty, empty, wide, wide)
+
+
+def test_the_past_comes_and_goes_a_minute_at_a_time() -> None:
+    history, seconds = History(seconds=180), 600
+    for second in range(seconds):
+        clock_ms, used = second * 1000.0, np.full(2, second, np.uint32)
+        if history.needs_key(clock_ms):
+            history.add_key(clock_ms, 0, columns(2), used)
+        else:
+            history.add_delta(clock_ms, 0, np.array([1], np.uint32), columns(1), used[:1])
+    held = 180_000 / KEY_FRAME_MS + 1  # and the minute that is written
+    assert history.num_segments == held
+    assert history.start_ms == seconds * 1000.0 - held * KEY_FRAME_MS
+    for second in (seconds - 240, seconds - 181, seconds - 180, seconds - 179, seconds - 1):
+        past = history.at(second * 1000.0)
+        assert past is not None
+        assert past.used_ms.tolist() == [second - second % 60, second], (
+            "the key frame's page, and the delta's"
+        )
+
+
+def test_changes_do_not_heap_up_while_a_worker_s_clock_stands_still() -> None:
+    pool = DemoPool(128, seed=1).run(3)
+    live, number, longest = live_map(pool), pool.number, 0
+    for _ in range(3 * RECENT_MESSAGES):
+        pool.run(0.1)
+        message = demo_messages.delta(pool, number)
+        number, moment = pool.number, message.observe_time
+        message.ClearField("observe_time")
+        live.apply(message)
+        longest = max(longest, live.num_unwritten)
+    assert RECENT_MESSAGES / 2 < longest <= RECENT_MESSAGES + 1
+    heartbeat = pb.WatchPageMapResponse(base_number=number, heartbeat=pb.WatchHeartbeat())
+    heartbeat.revision.epoch, heartbeat.revision.number = pool.epoch, number
+    heartbeat.observe_time.CopyFrom(moment)
+    live.apply(heartbeat)
+    past, now = live.past(live.clock_ms), live.columns()
+    assert past is not None
+    assert live.num_unwritten == 0
+    for name in Columns.__slots__:
+        assert (getattr(past.columns, name) == getattr(now, name)).all(), name
+
+
+def test_free_memory_goes_back_at_intervals_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    enough = asyncio.Event()
+
+    def trim(pad: int) -> int:
+        calls.append(pad)
+        if len(calls) == 3:
+            loop.call_soon_threadsafe(enough.set)
+        return 1
+
+    async def run() -> None:
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        task = asyncio.ensure_future(allocator.keep_trim())
+        await enough.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    loop: asyncio.AbstractEventLoop
+    monkeypatch.setattr(allocator, "TRIM_SECONDS", 0.001)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=trim))
+    asyncio.run(run())
+    assert len(calls) >= 3
+    assert set(calls) == {0}
+
+
+def test_where_there_is_nothing_to_trim_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
+    asyncio.run(allocator.keep_trim())
+    allocator.settle()
+
+
+@pytest.mark.parametrize("slope", [-1.0, 0.9, 1.1, 30.0])
+def test_growth_is_that_of_the_line_after_the_beginning(slope: float) -> None:
+    wave = [0.4, -0.4] * 180
+    samples = [(ten * 10.0, 200 + slope * ten / 360 + wave[ten]) for ten in range(360)]
+    samples[:90] = [(seconds, 50 + seconds) for seconds, _ in samples[:90]]  # what fills up first
+    found = growth(samples, settled=900.0)
+    assert found["mib_per_hour"] == pytest.approx(slope, abs=0.1)
+    assert found["is_flat"] == (slope <= 1.0)
+    assert found["mib_max"] == pytest.approx(200 + max(slope, slope / 4) + 0.4, abs=0.5)
+    assert len(found["mib"]) == 60
+
+
+def test_growth_that_wanders_is_not_called_certain() -> None:
+    still = [(ten * 10.0, 200 + 0.5 * (-1) ** ten) for ten in range(360)]
+    wander = [(seconds, 200 + 0.5 * np.sin(seconds / 150)) for seconds, _ in still]
+    assert growth(wander, 900.0)["standard_error"] > 5 * growth(still, 900.0)["standard_error"]
