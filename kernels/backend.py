@@ -77,8 +77,8 @@ class StaticPrefill(Protocol):
 class GraphBackend(AttentionBackend, Protocol):
     """A backend whose decode steps can be graphs."""
 
-    def attend(self, kv: KvLayer, q: Tensor, *, scale: float) -> Tensor:
-        """As `run`, K and V already stored."""
+    def attend(self, kv: KvLayer, q: Tensor, *, scale: float, out: Tensor | None = None) -> Tensor:
+        """As `run`, K and V already stored; into `out`, contiguous, if given."""
         ...
 
     def static_decode(self, page_table: Tensor, max_batch: int) -> StaticDecode:

@@ -94,17 +94,19 @@ class FlashInferBackend:
         store_kv(kv, self._batch.write_slots, k, v)
         return self.attend(kv, q.contiguous(), scale=scale)
 
-    def attend(self, kv: KvLayer, q: Tensor, *, scale: float) -> Tensor:
+    def attend(self, kv: KvLayer, q: Tensor, *, scale: float, out: Tensor | None = None) -> Tensor:
         """Attends to what is stored: decode spans first, as the batch is ordered."""
         batch = self._batch
         assert batch is not None, "attend before plan"
         if self._takes_all is not None:
-            return self._takes_all.attend(kv, q, scale=scale)
+            return self._takes_all.attend(kv, q, scale=scale, out=out)
         count = batch.num_decode
         if not self._has_prefill:
             assert self._decode is not None, "a batch without spans"
-            return self._decode.attend(kv, q, scale=scale)
-        out = torch.empty_like(q)
+            attended = self._decode.attend(kv, q, scale=scale)
+            return attended if out is None else out.copy_(attended)
+        if out is None:
+            out = torch.empty_like(q)
         self._prefill.run(q[count:], self._planner.pages(kv), q_scale=scale, out=out[count:])
         if count:
             assert self._decode is not None, "planned above"

@@ -39,11 +39,11 @@ class InvariantBackend:
         store_kv(kv, self._batch.write_slots, k, v)
         return self.attend(kv, q, scale=scale)
 
-    def attend(self, kv: KvLayer, q: Tensor, *, scale: float) -> Tensor:
+    def attend(self, kv: KvLayer, q: Tensor, *, scale: float, out: Tensor | None = None) -> Tensor:
         """Attends to what is stored."""
         assert self._batch is not None, "attend before plan"
         assert self._tiles is not None, "made with the batch"
-        return paged_prefill(q, kv, self._batch, self._tiles, scale=scale)
+        return paged_prefill(q, kv, self._batch, self._tiles, scale=scale, out=out)
 
     def static_decode(self, page_table: Tensor, max_batch: int) -> "InvariantStaticDecode":
         """See kernels.backend.GraphBackend."""

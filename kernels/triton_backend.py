@@ -53,14 +53,14 @@ class TritonBackend:
         store_kv(kv, self._batch.write_slots, k, v)
         return self.attend(kv, q, scale=scale)
 
-    def attend(self, kv: KvLayer, q: Tensor, *, scale: float) -> Tensor:
+    def attend(self, kv: KvLayer, q: Tensor, *, scale: float, out: Tensor | None = None) -> Tensor:
         """Attends to what is stored: decode spans first, as the batch is ordered."""
         batch, decode = self._batch, self._decode
         assert batch is not None, "attend before plan"
         if self._tiles is None:
             assert decode is not None, "a batch without spans"
-            return paged_decode(q, kv, batch.page_table, decode, scale=scale)
-        out = paged_prefill(q, kv, batch, self._tiles, scale=scale, split=self._split)
+            return paged_decode(q, kv, batch.page_table, decode, scale=scale, out=out)
+        out = paged_prefill(q, kv, batch, self._tiles, scale=scale, split=self._split, out=out)
         if batch.num_decode:
             assert decode is not None, "planned above"
             first = slice(batch.num_decode)

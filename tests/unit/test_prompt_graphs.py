@@ -61,11 +61,12 @@ class PlainAttention:
     def static_prefill(self, page_table: Tensor, max_tokens: int) -> Any:
         return Static(self) if self.is_static else None
 
-    def attend(self, kv: KvLayer, q: Tensor, *, scale: float) -> Tensor:
+    def attend(self, kv: KvLayer, q: Tensor, *, scale: float, out: Tensor | None = None) -> Tensor:
         assert self._batch is not None
         slots = self._batch.write_slots.long()
         assert q.shape[0] == len(slots), "attention sees padding"
-        return reference.attention(q, kv.k[slots], kv.v[slots], self._batch.positions, scale=scale)
+        attended = reference.attention(q, kv.k[slots], kv.v[slots], self._batch.positions, scale=scale)
+        return attended if out is None else out.copy_(attended)
 
 
 class Static:

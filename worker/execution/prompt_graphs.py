@@ -115,8 +115,8 @@ class PromptGraphs:
         self._backend.plan(batch)
         pieces = self._replayed(size) if size in self._graphs else self.pieces(size)
         for layer_kv, _ in zip(self._layers, pieces, strict=False):
-            attended = self._attend_eagerly(layer_kv, self._q[:num_tokens])
-            self._attended[:num_tokens].copy_(attended)
+            q, out = self._q[:num_tokens], self._attended[:num_tokens]
+            self._backend.attend(layer_kv, q, scale=self._scale, out=out)
         next(pieces)
 
     def _attend_eagerly(self, kv: KvLayer, q: Tensor) -> Tensor:
