@@ -10,6 +10,7 @@ stations (benchmarks/serving_marks.py).
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.offline import Engine, measure
@@ -22,7 +23,7 @@ from benchmarks.serving_cases import (
     prompt_length,
 )
 from benchmarks.serving_marks import Marks, mark_engine
-from benchmarks.workloads import fixed, id_limit
+from benchmarks.workloads import Workload, fixed, id_limit
 from worker.config import WorkerConfig
 
 
@@ -37,20 +38,31 @@ def main() -> None:
     workload = offline_workload(scale).within(limit)
     passes = 2 if order["with_offline"] else 0
     rates = [measure(engine, workload)["tokens_per_second"] for _ in range(passes)]
-    first_tokens = []
-    for number in range(FIRST_TOKEN_RUNS):
-        if number == WARM_UP_RUNS:
-            marks.passed.clear()
-        time.sleep(LEAD_SECONDS)  # as long as between two served requests: clocks of an idle device drop
-        workload = fixed(1, prompt_length(scale), 4, seed=number).within(limit)
-        first_tokens.append(engine.run(workload).first_token * 1000)
-    if order["marks"]:
-        marks.write(Path(order["marks"]), "alone")
+    prompts = [
+        fixed(1, prompt_length(scale), 4, seed=number).within(limit) for number in range(FIRST_TOKEN_RUNS)
+    ]
+    medians = {}
+    for name, pause in (("paused", LEAD_SECONDS), ("in_turn", 0.0)):  # the pause of served requests
+        medians[name] = round(percentile(first_tokens(engine, prompts, pause, marks), 0.5), 2)
+        if order["marks"]:
+            marks.write(Path(order["marks"]), f"alone_{name}")
     figures = {
         "offline_rate": rates[-1] if rates else None,
-        "first_token_ms": round(percentile(first_tokens[WARM_UP_RUNS:], 0.5), 2),
+        "first_token_ms": medians["paused"],
+        "first_token_in_turn_ms": medians["in_turn"],
     }
     sys.stdout.write("\n" + json.dumps(figures) + "\n")
+
+
+def first_tokens(engine: Engine, prompts: Sequence[Workload], pause: float, marks: Marks) -> list[float]:
+    """Milliseconds to the first token of each prompt but the first ones; their marks are all that is left."""
+    found = []
+    for number, prompt in enumerate(prompts):
+        if number == WARM_UP_RUNS:
+            marks.passed.clear()
+        time.sleep(pause)
+        found.append(engine.run(prompt).first_token * 1000)
+    return found[WARM_UP_RUNS:]
 
 
 if __name__ == "__main__":

@@ -76,10 +76,9 @@ def engine_alone(
     model: str, settings: dict[str, Any], scale: float, *, with_offline: bool, marks: str = ""
 ) -> Alone:
     """The engine without a service, in a process that is gone before the stack starts."""
-    order = json.dumps(
-        {"model": model, "settings": settings, "scale": scale, "with_offline": with_offline, "marks": marks}
-    )
-    command = [sys.executable, "-m", "benchmarks.engine_alone", order]
+    order = {"model": model, "settings": settings, "scale": scale, "with_offline": with_offline}
+    order["marks"] = marks
+    command = [sys.executable, "-m", "benchmarks.engine_alone", json.dumps(order)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return Alone(**json.loads(done.stdout.splitlines()[-1]))
 

@@ -38,15 +38,19 @@ class Clients:
         self._processes = processes
         self._folder = folder
 
-    def send(self, requests: list[Request]) -> list[Answer]:
-        """Sends all, each at its time; answers in the order of the requests."""
-        count = len(self._processes)
+    def send(self, requests: list[Request], *, in_turn: bool = False) -> list[Answer]:
+        """Sends all, each at its time; answers in the order of the requests.
+
+        `in_turn`: by one client, each when the one before is over.
+        """
+        count = 1 if in_turn else len(self._processes)
         start = time.monotonic() + LEAD_SECONDS + 0.002 * len(requests)
-        for number, process in enumerate(self._processes):
+        for number, process in enumerate(self._processes[:count]):
             first = number % len(self._stack.addresses)
             order = {
                 "addresses": self._stack.addresses[first:] + self._stack.addresses[:first],
                 "start": start,
+                "in_turn": in_turn,
                 "requests": requests[number::count],
             }
             self._file(number).write_text(json.dumps(order))
@@ -54,7 +58,7 @@ class Clients:
             process.stdin.write(f"{self._file(number)}\n")
             process.stdin.flush()
         answers: list[Answer] = [{}] * len(requests)
-        for number, process in enumerate(self._processes):
+        for number, process in enumerate(self._processes[:count]):
             assert process.stdout is not None
             if not process.stdout.readline():
                 raise SystemExit("a client process died: its errors are above")
@@ -148,7 +152,8 @@ class Alone:
     """What the engine did without a service, in the same run."""
 
     offline_rate: float | None  # output tokens/s; None: not asked for
-    first_token_ms: float  # median
+    first_token_ms: float  # median, of prompts after pauses
+    first_token_in_turn_ms: float  # median, of prompts one right after the other
 
 
 @dataclass(frozen=True)
@@ -205,21 +210,25 @@ def offline_case(bench: Bench) -> list[dict[str, Any]]:
 
 
 def first_token_case(bench: Bench) -> list[dict[str, Any]]:
-    """One request at a time, every prompt new to the cache; the first ones warm up."""
-    values = []
-    for number in range(FIRST_TOKEN_RUNS):
-        workload = bench.prompt(prompt_length(bench.scale), 1000 + number, 4)
-        values += first_token_ms(bench.clients.send(requests_of(workload)))
-    served = percentiles(values[WARM_UP_RUNS:])
-    alone = bench.alone.first_token_ms if bench.alone else None
-    row = {
-        "case": "first-token",
-        "prompt_tokens": prompt_length(bench.scale),
-        "first_token_ms": served,
-        "engine_alone_ms": alone,
-        "added_ms": round(served["p50"] - alone, 2) if alone else None,
-    }
+    """One request at a time, every prompt new to the cache; the first ones warm up.
+
+    After pauses, in which processors and caches of an idle machine cool down, and one right after the other.
+    """
+    length, alone = prompt_length(bench.scale), bench.alone
+    requests = [requests_of(bench.prompt(length, 1000 + n, 4)) for n in range(2 * FIRST_TOKEN_RUNS)]
+    paused, in_turn = requests[:FIRST_TOKEN_RUNS], requests[FIRST_TOKEN_RUNS:]
+    answers = [answer for request in paused for answer in bench.clients.send(request)]
+    row = {"case": "first-token", "prompt_tokens": length}
+    row |= _beside(answers, alone.first_token_ms if alone else None)
+    answers = bench.clients.send([request for (request,) in in_turn], in_turn=True)
+    row["in_turn"] = _beside(answers, alone.first_token_in_turn_ms if alone else None)
     return [row]
+
+
+def _beside(answers: list[Answer], alone: float | None) -> dict[str, Any]:
+    served = percentiles(first_token_ms(answers)[WARM_UP_RUNS:])
+    added = round(served["p50"] - alone, 2) if alone else None
+    return {"first_token_ms": served, "engine_alone_ms": alone, "added_ms": added}
 
 
 def poisson_case(bench: Bench) -> list[dict[str, Any]]:

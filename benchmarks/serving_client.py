@@ -4,7 +4,8 @@ Each line of its input names a file with an order; it writes the answer beside i
 and prints a line. Ends with its input. Times are nanoseconds of CLOCK_MONOTONIC, which all processes of a
 machine share.
 
-    order   {"addresses": [...], "start": seconds, "requests": [{"at": s, "prompt": [ids], "tokens": n}, ...]}
+    order   {"addresses": [...], "start": seconds, "in_turn": whether each waits for the one before it,
+             "requests": [{"at": s, "prompt": [ids], "tokens": n}, ...]}
     answer  [{"sent": ns, "times": [ns of each message], "counts": [tokens of each message]}, ...]
 """
 
@@ -43,6 +44,8 @@ async def run(order: dict[str, Any]) -> list[dict[str, Any]]:
             _stream(stubs[number % len(stubs)], request, order["start"])
             for number, request in enumerate(requests)
         ]
+        if order["in_turn"]:
+            return [await call for call in calls]
         return await asyncio.gather(*calls)
 
 

@@ -3,9 +3,10 @@
     python -m benchmarks.serving_path                                     a device that takes 5 ms a step
     python -m benchmarks.serving_path --model random:qwen3-0.6b --device cuda
 
-One request at a time with a pause before each, every prompt new to the cache. Each line is a station, the
-median and the 90th percentile of the milliseconds since the one before, and the median since the call.
-Where there is a real device the engine alone runs first, with the same pauses: its steps stand beside.
+One request at a time, every prompt new to the cache: after pauses, in which processors and caches of an idle
+machine cool down, and one right after the other. A line is a station: the median and the 90th percentile of
+the milliseconds since the one before, and the median since the call. Where there is a real device the engine
+alone runs first, with the same pauses: its steps stand beside.
 """
 
 import argparse
@@ -51,15 +52,16 @@ STATIONS = (
     "service has token",
     "message out",
 )
+WAYS = ("paused", "in_turn")
 ALONE = ("queued", "scheduled", "launched", "asks for result", "result there", "committed")
 
 Passed = dict[str, list[int]]  # times of each station, ascending
 
 
-def read_marks(folder: Path) -> Passed:
-    """What all processes noted."""
+def read_marks(*files: Path) -> Passed:
+    """What these processes noted."""
     passed: Passed = {station: [] for station in STATIONS}
-    for file in folder.glob("*.marks"):
+    for file in files:
         for station, at in json.loads(file.read_text()):
             passed[station].append(at)
     for times in passed.values():
@@ -104,24 +106,40 @@ def table(stations: Sequence[str], lines: Sequence[Sequence[int]]) -> list[dict[
     return rows
 
 
-def served(options: argparse.Namespace, flags: dict[str, Any], folder: str) -> list[list[int]]:
-    """Requests one after another through a marked stack; their timelines."""
-    answers = []
-    through = ("benchmarks.serving_marks", folder)
-    with run_stack(options.model, flags, through=through) as stack, client_processes(stack, 1) as clients:
-        for number in range(FIRST_TOKEN_RUNS):
-            prompt = fixed(1, prompt_length(options.scale), 4, seed=2000 + number)
-            prompt = prompt.within(id_limit(options.model))
-            answers += clients.send(requests_of(prompt))
-    passed = read_marks(Path(folder))
-    return [timeline(passed, answer["sent"], answer["times"][0]) for answer in answers[WARM_UP_RUNS:]]
+def alone_tables(options: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+    """The engine without a service."""
+    with tempfile.TemporaryDirectory(prefix="kvatlas-marks-") as folder:
+        engine_alone(options.model, settings, options.scale, with_offline=False, marks=folder)
+        files = {name: Path(folder, f"alone_{name}.marks") for name in WAYS}
+        return {name: table(ALONE, alone_lines(read_marks(file))) for name, file in files.items()}
 
 
-def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Prints a table."""
-    print(f"{title:18}      p50      p90    total")
-    for row in rows:
-        print(f"{row['station']:18}{row['p50']:9.3f}{row['p90']:9.3f}{row['total_p50']:9.3f}")
+def served_tables(options: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+    """Requests through a marked stack."""
+    flags = {name.replace("_", "-"): value for name, value in settings.items()}
+    requests = []
+    for number in range(2 * FIRST_TOKEN_RUNS):
+        prompt = fixed(1, prompt_length(options.scale), 4, seed=2000 + number)
+        requests += requests_of(prompt.within(id_limit(options.model)))
+    with tempfile.TemporaryDirectory(prefix="kvatlas-marks-") as folder:
+        through = ("benchmarks.serving_marks", folder)
+        with run_stack(options.model, flags, through=through) as stack, client_processes(stack, 1) as clients:
+            paused = [clients.send([request])[0] for request in requests[:FIRST_TOKEN_RUNS]]
+            in_turn = clients.send(requests[FIRST_TOKEN_RUNS:], in_turn=True)
+        passed = read_marks(*Path(folder).glob("*.marks"))
+    tables = {}
+    for name, answers in zip(WAYS, (paused, in_turn), strict=True):
+        lines = [timeline(passed, answer["sent"], answer["times"][0]) for answer in answers[WARM_UP_RUNS:]]
+        tables[name] = table([SENT, *STATIONS, FIRST], lines)
+    return tables
+
+
+def show(title: str, tables: dict[str, Any]) -> None:
+    """Prints what was measured in both ways, side by side."""
+    print(f"{title:18}" + "".join(f"{name:>9}      p90    total" for name in WAYS))
+    for rows in zip(*(tables[name] for name in WAYS), strict=True):
+        cells = (f"{row['p50']:9.3f}{row['p90']:9.3f}{row['total_p50']:9.3f}" for row in rows)
+        print(f"{rows[0]['station']:18}" + "".join(cells))
 
 
 def main() -> None:
@@ -134,18 +152,13 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
     options = parser.parse_args()
     figures: dict[str, Any] = {"prompt_tokens": prompt_length(options.scale)}
-    with tempfile.TemporaryDirectory(prefix="kvatlas-marks-") as folder:
-        if options.device == "fake":
-            settings: dict[str, Any] = {"runner": "fake", "fake_step_ms": options.step_ms, "overlap": None}
-        else:
-            settings = engine_settings(options.device, options.scale)
-            alone = engine_alone(options.model, settings, options.scale, with_offline=False, marks=folder)
-            figures["alone"] = table(ALONE, alone_lines(read_marks(Path(folder))))
-            show(f"alone {alone.first_token_ms} ms", figures["alone"])
-            Path(folder, "alone.marks").unlink()
-        flags = {name.replace("_", "-"): value for name, value in settings.items()}
-        lines = served(options, flags, folder)
-    figures |= {"settings": settings, "served": table([SENT, *STATIONS, FIRST], lines)}
+    if options.device == "fake":
+        settings: dict[str, Any] = {"runner": "fake", "fake_step_ms": options.step_ms, "overlap": None}
+    else:
+        settings = engine_settings(options.device, options.scale)
+        figures["alone"] = alone_tables(options, settings)
+        show("alone", figures["alone"])
+    figures |= {"settings": settings, "served": served_tables(options, settings)}
     show("served", figures["served"])
     device = device_name() if options.device == "cuda" else ""
     name = f"serving-path-{options.model.removeprefix('random:')}"

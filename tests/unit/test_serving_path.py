@@ -18,21 +18,21 @@ def test_each_station_is_the_first_passed_after_the_one_before(tmp_path: Path) -
     write(tmp_path, "service", [(name, 5 + at) for at, name in enumerate(STATIONS[:half])])
     later = [(name, 100 + at) for at, name in enumerate(STATIONS[half:])]
     write(tmp_path, "worker", [(STATIONS[half], 1), *later, (STATIONS[half], 900)])
-    times = timeline(read_marks(tmp_path), 2, 1000)
+    times = timeline(read_marks(*tmp_path.iterdir()), 2, 1000)
     assert times == [2, *range(5, 5 + half), *range(100, 100 + len(STATIONS) - half), 1000]
 
 
 def test_a_station_that_was_not_passed_is_told(tmp_path: Path) -> None:
     write(tmp_path, "service", [(name, 5) for name in STATIONS[:-1]])
     with pytest.raises(AssertionError, match=STATIONS[-1]):
-        timeline(read_marks(tmp_path), 2, 10)
+        timeline(read_marks(*tmp_path.iterdir()), 2, 10)
 
 
 def test_the_engine_alone_has_a_line_for_each_prompt(tmp_path: Path) -> None:
     steps = [("scheduled", 20), ("launched", 30), ("asks for result", 40), ("result there", 60)]
     first = [("queued", 10), *steps, ("committed", 61)]
     write(tmp_path, "alone", first + [(name, at + 100) for name, at in first])
-    lines = alone_lines(read_marks(tmp_path))
+    lines = alone_lines(read_marks(*tmp_path.iterdir()))
     assert lines == [[10, 20, 30, 40, 60, 61], [110, 120, 130, 140, 160, 161]]
     rows = table(["a", "b", "c", "d", "e", "f"], [[at * 1_000_000 for at in line] for line in lines])
     assert [row["p50"] for row in rows] == [0, 10, 10, 10, 20, 1]
