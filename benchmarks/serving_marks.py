@@ -83,6 +83,10 @@ def _has_tokens(_self: Any, item: Any) -> bool:
     return any(columns.token_ids for columns in getattr(item, "by_source", {}).values())
 
 
+def _has_starts(_self: Any, item: Any) -> bool:
+    return any(columns.starts for columns in getattr(item, "by_source", {}).values())
+
+
 def _is_delta(_stream: Any, message: Any) -> bool:
     return bool(message.HasField("delta"))
 
@@ -108,6 +112,7 @@ def mark_worker(marks: Marks, arguments: Sequence[str]) -> None:
     marks.wrap("worker.channels:CommandQueue.put", before="worker decoded", when=_is_add)
     marks.wrap("worker.obey:Obedience.obey", before="engine has it", when=_is_add)
     marks.wrap("worker.channels:OutputQueue.put", before="token out", when=_has_tokens)
+    marks.wrap("worker.channels:OutputQueue.put", before="start out", when=_has_starts)
     marks.wrap("worker.link.server:EngineLink._send_step", before="link has token", when=_has_tokens)
     marks.wrap("worker.link.server:EngineLink._send_bytes", before="token encoded")
 
@@ -125,6 +130,12 @@ def mark_service(marks: Marks, arguments: Sequence[str]) -> None:
         before="service has token",
         when=lambda runs, step: bool(len(step.token_ids)),
     )
+    marks.wrap(
+        "service.fleet.live_runs:LiveRuns.fan_out",
+        before="service has start",
+        when=lambda runs, step: bool(step.starts),
+    )
+    marks.wrap("service.handlers.generation:_Stream.begin", before="start told", after="start written")
     marks.wrap("service.handlers.generation:_Stream.write", before="message out", when=_is_delta)
 
 

@@ -52,6 +52,9 @@ STATIONS = (
     "service has token",
     "message out",
 )
+START = ("request out", "scheduled", "start out", "service has start", "start told", "start written")
+"""Of the stream's first message, which must have left before the token's."""
+
 WAYS = ("paused", "in_turn")
 ALONE = ("queued", "scheduled", "launched", "asks for result", "result there", "committed")
 
@@ -60,7 +63,7 @@ Passed = dict[str, list[int]]  # times of each station, ascending
 
 def read_marks(*files: Path) -> Passed:
     """What these processes noted."""
-    passed: Passed = {station: [] for station in STATIONS}
+    passed: Passed = {station: [] for station in {*STATIONS, *START}}
     for file in files:
         for station, at in json.loads(file.read_text()):
             passed[station].append(at)
@@ -129,15 +132,18 @@ def served_tables(options: argparse.Namespace, settings: dict[str, Any]) -> dict
         passed = read_marks(*Path(folder).glob("*.marks"))
     tables = {}
     for name, answers in zip(WAYS, (paused, in_turn), strict=True):
-        lines = [timeline(passed, answer["sent"], answer["times"][0]) for answer in answers[WARM_UP_RUNS:]]
+        counted = answers[WARM_UP_RUNS:]
+        lines = [timeline(passed, answer["sent"], answer["times"][0]) for answer in counted]
         tables[name] = table([SENT, *STATIONS, FIRST], lines)
+        lines = [_follow(passed, START, answer["sent"]) for answer in counted]
+        tables[f"start_{name}"] = table([SENT, *START], lines)
     return tables
 
 
-def show(title: str, tables: dict[str, Any]) -> None:
+def show(title: str, tables: dict[str, Any], prefix: str = "") -> None:
     """Prints what was measured in both ways, side by side."""
     print(f"{title:18}" + "".join(f"{name:>9}      p90    total" for name in WAYS))
-    for rows in zip(*(tables[name] for name in WAYS), strict=True):
+    for rows in zip(*(tables[prefix + name] for name in WAYS), strict=True):
         cells = (f"{row['p50']:9.3f}{row['p90']:9.3f}{row['total_p50']:9.3f}" for row in rows)
         print(f"{rows[0]['station']:18}" + "".join(cells))
 
@@ -160,6 +166,7 @@ def main() -> None:
         show("alone", figures["alone"])
     figures |= {"settings": settings, "served": served_tables(options, settings)}
     show("served", figures["served"])
+    show("its first message", figures["served"], "start_")
     device = device_name() if options.device == "cuda" else ""
     name = f"serving-path-{options.model.removeprefix('random:')}"
     print(write_result(name, figures, PACKAGES, options.results, device))
