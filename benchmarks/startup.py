@@ -115,7 +115,7 @@ def main() -> None:
             start = measure(options.model, settings, Path(caches), options.limit)
             starts.append({"start": number + 1, **start})
             print(table(starts[-1]), flush=True)
-    name = f"startup-{options.model.removeprefix('random:')}"
+    name = f"startup-{Path(options.model).name.removeprefix('random:').removesuffix('.gguf')}"
     device = device_name() if options.device == "cuda" else ""
     print(write_result(name, {"starts": starts}, ["torch", "triton"], options.results, device))
 
