@@ -133,11 +133,13 @@ def _row(
     workload = fixed(num_sequences, PROMPT_TOKENS, num_tokens).within(_id_limit(engine))
     cases = {"without": None, **compiled}
     for constraint in cases.values():
+        engine.forget()
         engine.run(workload, constraint)
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     processor: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeats):
         for name, constraint in cases.items():
+            engine.forget()
             began, used = time.perf_counter(), time.process_time()
             engine.run(workload, constraint)
             seconds[name].append(time.perf_counter() - began)

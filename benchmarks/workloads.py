@@ -1,7 +1,8 @@
 """The workloads that engines are compared on, seeded: the same numbers for every engine and on every path.
 
 offline256 is what nano-vllm and mini-sglang publish: 256 prompts of 100..1024 random ids, 100..1024 output
-tokens each. b1, b8, b64 are so many prompts of 512 ids with 256 output tokens each.
+tokens each. b1, b8, b64 are so many prompts of 512 ids with 256 output tokens each. No workload has a prompt
+of another one.
 """
 
 import random
@@ -73,7 +74,8 @@ def named(name: str) -> Workload:
     if name.startswith("offline"):
         return published(int(name.removeprefix("offline")))
     if name.startswith("b"):
-        return fixed(int(name.removeprefix("b")))
+        count = int(name.removeprefix("b"))
+        return fixed(count, seed=count)
     raise ValueError(f"no workload is called {name!r}")
 
 

@@ -40,7 +40,7 @@ class Loaded:
 
 
 def load_kvatlas(request: Request) -> Loaded:
-    """This engine, as benchmarks/offline.py runs it: pages of 16, an empty prefix cache each time."""
+    """This engine, as benchmarks/offline.py runs it: pages of 16, one prefix cache for all passes."""
     from benchmarks.offline import Engine
     from worker.config import WorkerConfig
 

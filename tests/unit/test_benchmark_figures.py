@@ -29,6 +29,13 @@ def test_a_renamed_workload_has_the_same_lengths_and_no_common_prefix() -> None:
     assert all(LOWEST_ID <= n <= HIGHEST_ID for prompt in other.prompts for n in prompt)
 
 
+def test_no_prompt_begins_like_one_of_another_workload_or_pass() -> None:
+    """Engines keep their prefix cache over all passes: nothing may be found in it."""
+    passes = [named(name).renamed(n) for name in ("b1", "b8", "b64", "offline256") for n in range(1, 6)]
+    prompts = [tuple(prompt[:16]) for workload in passes for prompt in workload.prompts]
+    assert len(set(prompts)) == len(prompts) == 5 * (1 + 8 + 64 + 256)
+
+
 def test_ids_stay_within_a_small_vocabulary() -> None:
     small = fixed(2, 600).within(id_limit("random:tiny"))
     assert max(max(prompt) for prompt in small.prompts) < 512

@@ -1,0 +1,35 @@
+"""The engine that benchmarks run: one scheduler for its life, an empty prefix cache where one is wanted."""
+
+import pytest
+
+from benchmarks.offline import Engine, measure
+from benchmarks.workloads import fixed
+from worker.config import WorkerConfig
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine(
+        WorkerConfig(
+            model="random:tiny",
+            device="cpu",
+            num_pages=64,
+            page_size=4,
+            max_running=4,
+            max_context=64,
+            max_batch_tokens=64,
+        )
+    )
+
+
+def test_a_measured_pass_finds_nothing_in_the_prefix_cache(engine: Engine) -> None:
+    """The same prompts three times; a run without `forget` before it would find them."""
+    workload = fixed(2, 24, 4).within(engine.vocab_size)
+    scheduler = engine._scheduler
+    for _ in range(3):
+        assert measure(engine, workload)["output_tokens"] == 8
+    assert scheduler.counts().hit_tokens_total == 0
+    engine.run(workload)
+    assert scheduler.counts().hit_tokens_total == 2 * 20, "whole pages, the last token is computed anyway"
+    assert engine._scheduler is scheduler, "made once: its making is no part of a pass"
+    engine.runner.close()
