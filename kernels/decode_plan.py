@@ -3,7 +3,8 @@
 A *chunk* is a run of tokens of one sequence, a *tile* one chunk for one KV head. The list is made on the
 device, once per step, and read by every layer, so a CUDA graph can hold both. Chunks of one sequence are of
 equal size. With a `chunk_scale` that size is a function of the sequence's own length, so a sequence's result
-does not depend on its company, bit for bit; without one it follows the tokens of the whole batch.
+does not depend on its company, bit for bit; without one it follows the tokens of the whole batch: one *wave*
+of tiles that run all at once where the lengths allow it.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from triton.language.extra.cuda import gdc_wait
 from kernels.dependent_launch import dependent_launch
 
 GRAIN = 64
-"""Chunks are multiples of so many tokens."""
+"""Chunks have at least so many tokens, and by length they are multiples of it."""
 MAX_CHUNKS = 64
 """Chunks of one sequence: one program merges them."""
 RECORD = 8
@@ -37,13 +38,14 @@ class DecodeLaunch:
     warps: int
     stages: int
     programs_per_sm: int
+    wave_per_sm: int  # tiles of a wave
 
 
-FEW = DecodeLaunch(block=64, warps=4, stages=3, programs_per_sm=3)
+FEW = DecodeLaunch(block=64, warps=4, stages=3, programs_per_sm=3, wave_per_sm=2)
 """For FEW_SPANS or fewer: what counts is the time of one turn."""
-MANY = DecodeLaunch(block=32, warps=1, stages=4, programs_per_sm=4)
+MANY = DecodeLaunch(block=32, warps=1, stages=4, programs_per_sm=4, wave_per_sm=4)
 """For more: what counts is the number of bytes under way, and a warp waits for no other."""
-WIDE = DecodeLaunch(block=32, warps=4, stages=3, programs_per_sm=3)
+WIDE = DecodeLaunch(block=32, warps=4, stages=3, programs_per_sm=3, wave_per_sm=2)
 """For rows of K of more than WIDE_BYTES: one warp's registers would not hold them."""
 WIDE_BYTES = 256
 
@@ -114,6 +116,9 @@ def plan_decode(plan: DecodePlan, rows: Tensor, kv_lens: Tensor) -> None:
     """Lists the chunks of a batch into the plan, on the device. rows, kv_lens int32 [num_spans]."""
     num_spans, (max_spans, num_kv_heads) = kv_lens.shape[0], plan.arrived.shape
     assert num_spans <= max_spans, f"plan is for {max_spans} spans, got {num_spans}"
+    is_by_batch = plan.chunk_scale is None
+    head_dim = plan.partial.shape[2]
+    launch = plan.launch_of(num_spans, 2 * triton.next_power_of_2(head_dim))
     _plan_kernel[(1,)](
         rows,
         kv_lens,
@@ -121,28 +126,37 @@ def plan_decode(plan: DecodePlan, rows: Tensor, kv_lens: Tensor) -> None:
         plan.num_chunks,
         num_spans,
         plan.multiprocessors,
+        launch.wave_per_sm * plan.multiprocessors,
+        launch.programs_per_sm * plan.multiprocessors,
         GRAIN * (plan.chunk_scale or 0),
+        launch.block if is_by_batch else GRAIN,
         SPANS=triton.next_power_of_2(max_spans),
         KV_HEADS=num_kv_heads,
         MAX_CHUNKS=MAX_CHUNKS,
         SIZES=SIZES,
         GRAIN=GRAIN,
         RECORD=RECORD,
-        BY_BATCH=plan.chunk_scale is None,
+        BY_BATCH=is_by_batch,
         **dependent_launch(kv_lens.device),
     )
 
 
 @triton.jit
-def _chunk_by_batch(length, multiprocessors, KV_HEADS: tl.constexpr, GRAIN: tl.constexpr):
-    """Tokens of a chunk: two tiles a multiprocessor while there are few tokens, 16 or tiles of 1,024 tokens
+def _chunk_by_batch(length, multiprocessors, wave, most, KV_HEADS: tl.constexpr, GRAIN: tl.constexpr):
+    """Tokens of a chunk: of one wave of tiles, where the lengths are such that so many, or up to `most`, hold
+    them. Else for a queue: two tiles a multiprocessor while there are few tokens, 16 or tiles of 1,024 tokens
     where there are many. The last token of a span is not counted, so padding, spans of one token, changes
     nothing.
     """
-    tokens = tl.sum(tl.maximum(length - 1, 0).to(tl.int64), 0) * KV_HEADS
+    others = tl.maximum(length - 1, 0)
+    tokens = tl.sum(others.to(tl.int64), 0) * KV_HEADS
+    # A little more than an equal share: a few programs may stay without a tile.
+    share = tokens // wave
+    at_once = tl.maximum(share + share // 32 + GRAIN // 4, GRAIN)
+    tiles = tl.sum((others + at_once - 1) // at_once, 0) * KV_HEADS
     half = tokens // (2 * multiprocessors)
-    chunk = tl.where(half <= 2048, tl.maximum(half, 2 * GRAIN), tl.maximum(half // 8, 1024))
-    return chunk.to(tl.int32)
+    queued = tl.where(half <= 2048, tl.maximum(half, 2 * GRAIN), tl.maximum(half // 8, 1024))
+    return tl.where(tiles <= most, at_once, queued).to(tl.int32)
 
 
 @triton.jit
@@ -156,7 +170,7 @@ def _chunk_by_length(length, shortest, MAX_CHUNKS: tl.constexpr):
     return chunk
 
 
-@triton.jit(do_not_specialize=["num_spans", "multiprocessors", "shortest"])
+@triton.jit(do_not_specialize=["num_spans", "multiprocessors", "wave", "most", "shortest", "multiple"])
 def _plan_kernel(
     rows,
     kv_lens,
@@ -164,7 +178,10 @@ def _plan_kernel(
     num_chunks,
     num_spans,
     multiprocessors,
+    wave,
+    most,
     shortest,
+    multiple,
     SPANS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
@@ -174,7 +191,7 @@ def _plan_kernel(
     BY_BATCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # No gdc_launch_dependents: what follows starts when the list is there, see paged_decode.py.
+    # No gdc_launch_dependents: what follows starts when the list is there.
     if PDL:
         gdc_wait()
     span = tl.arange(0, SPANS)
@@ -182,13 +199,13 @@ def _plan_kernel(
     length = tl.load(kv_lens + span, mask=real, other=0)
     row = tl.load(rows + span, mask=real, other=0)
     if BY_BATCH:
-        chunk = _chunk_by_batch(length, multiprocessors, KV_HEADS, GRAIN)
+        chunk = _chunk_by_batch(length, multiprocessors, wave, most, KV_HEADS, GRAIN)
         chunk = tl.maximum(chunk, (length + MAX_CHUNKS - 1) // MAX_CHUNKS)
     else:
         chunk = _chunk_by_length(length, shortest, MAX_CHUNKS)
     count = tl.maximum((length + chunk - 1) // chunk, 1)
     even = (length + count - 1) // count
-    chunk = tl.maximum((even + GRAIN - 1) // GRAIN * GRAIN, GRAIN)
+    chunk = tl.maximum((even + multiple - 1) // multiple * multiple, multiple)
     count = tl.where(real, (length + chunk - 1) // chunk, 0)
     size = chunk * SIZES // (tl.max(tl.where(real, chunk, 0), 0) + 1)
     first = tl.zeros([SPANS], tl.int32)
@@ -206,4 +223,6 @@ def _plan_kernel(
         tl.store(record + 3, tl.minimum((index + 1) * chunk, length), mask=here)
         tl.store(record + 4, index, mask=here)
         tl.store(record + 5, count, mask=here)
-    tl.store(num_chunks, listed)
+    # Decode attention may read the list before it has waited for the kernels in between.
+    tl.debug_barrier()
+    tl.atomic_xchg(num_chunks, listed, sem="release")

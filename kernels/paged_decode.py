@@ -1,9 +1,9 @@
 """Attention of one query token per sequence over its row of the page table, split over the context.
 
 Bytes that must move: 2 * sum(kv_lens) * num_kv_heads * head_dim * itemsize, once; everything else is small.
-A program takes tiles (see decode_plan.py) from a queue until none is left. Slots are loaded one turn ahead,
-so that K and V wait for no other load. Chunks of one sequence are merged by log-sum-exp by whichever program
-finishes last (Flash-Decoding, Dao et al. 2023; no second launch).
+A program has the tile of its own number (see decode_plan.py), then takes others from a queue until none is
+left. Slots are loaded one turn ahead, so that K and V wait for no other load. Chunks of one sequence are
+merged by log-sum-exp by whichever program finishes last (Flash-Decoding, Dao et al. 2023; no second launch).
 """
 
 import torch
@@ -27,7 +27,7 @@ def paged_decode(
 
     q and result [num_spans, num_heads, head_dim]; kv.k, kv.v [num_slots, num_kv_heads, head_dim], contiguous;
     page_table int32 [num_rows, width]; `out`, contiguous, receives the result. Reads nothing past kv_lens, so
-    unused slots may hold NaN.
+    unused slots may hold NaN. The list may be read before kernels between it and plan_decode have ended.
     """
     num_spans, num_heads, head_dim = q.shape
     num_kv_heads = kv.k.shape[1]
@@ -97,19 +97,20 @@ def _decode_kernel(
     mask = (members < GROUP)[:, None] & (dims < DIM)[None, :]
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
-    total = tl.load(num_chunks) * KV_HEADS
     tile = tl.program_id(0)
+    # All at once, and before it is known whether the list has this entry: one latency instead of two.
+    total = tl.load(num_chunks, cache_modifier=".cg") * KV_HEADS
+    span, row, begin, end, index, count = _entry(chunks, tile // KV_HEADS, RECORD)
+    if PDL:
+        gdc_wait()
+    has_queue = total > num_programs
     while tile < total:
-        taken = tl.atomic_add(queue, 1, sem="relaxed")
+        taken = 0
+        if has_queue:
+            taken = tl.atomic_add(queue, 1, sem="relaxed")
         entry = tile // KV_HEADS
         head = tile % KV_HEADS
-        record = chunks + entry * RECORD
-        span = tl.load(record).to(tl.int64)
-        table = page_table + tl.load(record + 1).to(tl.int64) * row_width
-        begin = tl.load(record + 2)
-        end = tl.load(record + 3)
-        count = tl.load(record + 5)
+        table = page_table + row * row_width
         heads = head * GROUP + members
         q_at = q + span * q_stride + heads[:, None] * q_head_stride + dims[None, :]
         query = tl.load(q_at, mask=mask, other=0.0)
@@ -142,13 +143,31 @@ def _decode_kernel(
             before = tl.atomic_add(arrived + span * KV_HEADS + head, 1, sem="acq_rel")
             if before == count - 1:
                 tl.debug_barrier()
-                first = entry - tl.load(record + 4)
+                first = entry - index
                 _merge(partial, partial_lse, out_at, first, count, head, HEADS, GROUP, DIM, DIM_PADDED, WARPS)
                 tl.store(arrived + span * KV_HEADS + head, 0)
         tile = num_programs + taken
+        if tile < total:
+            span, row, begin, end, index, count = _entry(chunks, tile // KV_HEADS, RECORD)
     # One number is taken for each tile; whoever got the last of them is the last to look at the queue.
-    if (tl.program_id(0) < total) & (tile == num_programs + total - 1):
+    if has_queue & (tile == num_programs + total - 1):
         tl.store(queue, 0)
+
+
+@triton.jit
+def _entry(chunks, entry, RECORD: tl.constexpr):
+    """Of the list: span, row, first token, end, index among the span's chunks, their number.
+
+    Past the first-level cache, which may hold the list of the step before.
+    """
+    record = chunks + entry * RECORD
+    span = tl.load(record, cache_modifier=".cg").to(tl.int64)
+    row = tl.load(record + 1, cache_modifier=".cg").to(tl.int64)
+    begin = tl.load(record + 2, cache_modifier=".cg")
+    end = tl.load(record + 3, cache_modifier=".cg")
+    index = tl.load(record + 4, cache_modifier=".cg")
+    count = tl.load(record + 5, cache_modifier=".cg")
+    return span, row, begin, end, index, count
 
 
 @triton.jit

@@ -107,10 +107,11 @@ def launches(tune: bool) -> list[tuple[DecodeLaunch | None, int | None]]:
     """Launch shapes and chunk scales to try; None: chunks by the batch."""
     if not tune:
         return [(None, None)]
-    shapes = itertools.product(((32, 1), (32, 2), (64, 4)), (3, 4), (3, 4, 6), (None, 2, 4, 16, 32))
+    programs = ((3, 2), (3, 3), (4, 4), (6, 6))
+    shapes = itertools.product(((32, 1), (32, 2), (64, 4)), (3, 4), programs, (None, 2, 4, 16, 32))
     return [
-        (DecodeLaunch(block, warps, stages, programs), scale)
-        for (block, warps), stages, programs, scale in shapes
+        (DecodeLaunch(block, warps, stages, *per_sm), scale)
+        for (block, warps), stages, per_sm, scale in shapes
     ]
 
 

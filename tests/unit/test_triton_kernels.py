@@ -127,13 +127,13 @@ def test_a_sequence_has_the_same_bits_alone_as_in_company():
     heads, kv_heads, dim = 4, 2, 64
     q, kv, batch = problem(heads, kv_heads, dim, 16, [200, 130, 300], [1, 1, 1])
     plan = make_plan(3, heads, kv_heads, dim, 320, q.device, chunk_scale=1)
-    assert plan.launch_of(3) == DecodeLaunch(64, 4, 3, 3)
+    assert plan.launch_of(3) == DecodeLaunch(64, 4, 3, 3, 2)
     plan_decode(plan, batch.rows, batch.kv_lens)
     together = paged_decode(q, kv, batch.page_table, plan, scale=dim**-0.5)
     for one in range(3):
         span = slice(one, one + 1)
         for programs in (1, 6):
-            lonely = dataclasses.replace(plan, launch=DecodeLaunch(64, 4, 3, programs))
+            lonely = dataclasses.replace(plan, launch=DecodeLaunch(64, 4, 3, programs, 2))
             plan_decode(lonely, batch.rows[span], batch.kv_lens[span])
             alone = paged_decode(q[span], kv, batch.page_table, lonely, scale=dim**-0.5)
             torch.testing.assert_close(alone, together[span], rtol=0, atol=0)
@@ -153,6 +153,27 @@ def test_chunks_by_batch_fit_the_scratch_and_padding_changes_none(num_spans, len
     plan_decode(plan, torch.zeros_like(padded), padded)
     assert int(plan.num_chunks) == used + 24
     assert plan.chunks[:used, 2:].tolist() == mine
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sizes"),
+    [
+        ([1024], {64}),  # the shortest chunks: a turn of the kernel
+        ([32768], {1024}),  # 256 tiles on 132 multiprocessors, two each
+        ([640] * 8, {96, 64}),  # six of 96 and the rest of 64: 448 of 528 programs
+        ([8192] * 64, {8192}),  # 512 tiles
+        ([1024] * 256, {1024}),  # more sequences than programs: the queue
+        ([8192, 4000] * 32, {1376, 1344, 1312}),  # 768 tiles would be more than a wave: the queue
+    ],
+)
+def test_a_batch_is_one_wave_of_tiles_where_its_lengths_allow_it(lengths, sizes):
+    """With the multiprocessors of an H200 and eight KV heads."""
+    kv_lens = torch.tensor(lengths, dtype=torch.int32)
+    roomy = make_plan(len(lengths), 16, 8, 16, 65536, kv_lens.device, chunk_scale=1)
+    plan = dataclasses.replace(roomy, multiprocessors=132, chunk_scale=None)
+    plan_decode(plan, torch.zeros_like(kv_lens), kv_lens)
+    listed = plan.chunks[: int(plan.num_chunks)]
+    assert set((listed[:, 3] - listed[:, 2]).tolist()) == sizes
 
 
 def test_e4m3_pools_are_read_with_their_scales():
