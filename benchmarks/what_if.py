@@ -34,7 +34,8 @@ from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.step import Step
 from worker.trace.counts import Setting
 from worker.trace.loading import Loaded, load
-from worker.trace.simulation import Simulation, prepare
+from worker.trace.prepared import prepare
+from worker.trace.simulation import Simulation
 from worker.trace.testing import RecordedWorker, Turn, conversations, run_turns
 from worker.trace.what_if import calm_collector
 

@@ -22,7 +22,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = {
     "simulation": ["tests/simulation"],
-    "machines": ["tests/property/test_page_pool_machine.py", "tests/property/test_prefix_trie_machine.py"],
+    "machines": [
+        f"tests/property/test_{name}.py"
+        for name in ("page_pool_machine", "prefix_trie_machine", "what_if_cache")
+    ],
     "units": [
         f"tests/unit/test_{name}.py"
         for name in (
@@ -58,6 +61,7 @@ PLANNING, BUILDER, COMMIT, BOOKS = (
 )
 SHARING = "worker/pages/sharing.py"
 POOL, TRIE, CACHE = (f"worker/pages/{name}.py" for name in ("pool", "prefix_trie", "page_cache"))
+UNWATCHED, MARKED = "worker/pages/unwatched_pool.py", "worker/pages/marked_prefixes.py"
 ADMISSION, PREEMPTION = "worker/scheduling/admission.py", "worker/scheduling/preemption.py"
 
 FAULTS = [
@@ -82,8 +86,8 @@ FAULTS = [
     Fault(
         "pages kept at the end",
         BOOKS,
-        "        self.cache.release(held.pages, held.owner)\n",
-        "        if held.sequence is None:\n            self.cache.release(held.pages, held.owner)\n",
+        "        self.cache.release(pages, owner)\n",
+        "        if sequence is None:\n            self.cache.release(pages, owner)\n",
     ),
     Fault(
         "pages kept at an abort under a step in flight",
@@ -94,7 +98,7 @@ FAULTS = [
     Fault(
         "row never returned",
         BOOKS,
-        "            self.rows.give_back(held.sequence.row, held.owner)\n",
+        "            self.rows.give_back(sequence.row, owner)\n",
         "",
     ),
     Fault(
@@ -220,8 +224,8 @@ FAULTS = [
     Fault(
         "the whole prompt may be hit (M-07)",
         ADMISSION,
-        "return (len(sequence.tokens) - 1) // self._books.config.page_size",
-        "return len(sequence.tokens) // self._books.config.page_size",
+        "return (len(sequence.tokens) - 1) // self._books.page_size",
+        "return len(sequence.tokens) // self._books.page_size",
     ),
     Fault(
         "last sampled token counted as stored (B023)",
@@ -384,6 +388,42 @@ FAULTS = [
         COMMIT,
         "books.mark_pages(sequence, index, [page])",
         "pass",
+    ),
+    Fault(
+        "what-if: a pinned page may be evicted",
+        UNWATCHED,
+        "            if flag == SEALED:",
+        "            if flag:",
+    ),
+    Fault(
+        "what-if: a page stays shared when one holder is left",
+        UNWATCHED,
+        "            if left:\n                self._num_shared -= 1\n",
+        "            if left:\n",
+    ),
+    Fault(
+        "what-if: a page shared again keeps its place among the evictable",
+        UNWATCHED,
+        "                cached.append(page)\n            else:\n                assert",
+        "                pass\n            else:\n                assert",
+    ),
+    Fault(
+        "what-if: an evicted prefix is forgotten one eviction early",
+        MARKED,
+        "if evictions.get(mark, NO_MARK) < max(forgotten, 0):",
+        "if evictions.get(mark, NO_MARK) < max(forgotten + 1, 0):",
+    ),
+    Fault(
+        "what-if: a flushed prefix counts as evicted",
+        MARKED,
+        "            self._evictions.pop(self._marks[page], None)\n",
+        "",
+    ),
+    Fault(
+        "what-if: a page of another sequence with the same prefix is entered twice",
+        MARKED,
+        "            if mark in known:\n                return marks[:at]\n",
+        "",
     ),
 ]
 

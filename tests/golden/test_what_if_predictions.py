@@ -21,7 +21,8 @@ from worker.scheduling.request import RequestSpec
 from worker.scheduling.sampling import SamplingParams
 from worker.trace.counts import Counts, Setting
 from worker.trace.loading import load
-from worker.trace.simulation import Simulation, prepare
+from worker.trace.prepared import prepare
+from worker.trace.simulation import Simulation
 from worker.trace.step_time import StepTime
 from worker.trace.testing import RecordedWorker, conversations
 from worker.trace.what_if import result_of

@@ -154,9 +154,7 @@ def trace(requests: Sequence[TraceRequest], **changes: object) -> Trace:
 
 def request(arrival: float, num_prompt: int, *outputs: int, keys: Sequence[int] = ()) -> TraceRequest:
     found = tuple(Output(count, array("Q"), arrival + 1.0) for count in outputs)
-    return TraceRequest(
-        arrival, num_prompt, max(1, *outputs), array("Q", keys), found, number=int(arrival * 10)
-    )
+    return TraceRequest(arrival, num_prompt, max(1, *outputs), array("Q", keys), found)
 
 
 STEP = StepTime(0.01)
@@ -205,6 +203,16 @@ def test_units_keep_the_pages_that_tokens_need(num_prompt: int, num_output: int,
     computed = units + output_units(one, 0, resolution) - 1
     really = num_prompt + num_output - 1
     assert computed // page == max(really, units * resolution) // 16, "pages that are full at the end"
+
+
+@pytest.mark.parametrize("resolution", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_prompt", [8, 9, 47, 48])
+def test_the_longest_prompt_is_taken_in_any_unit(num_prompt: int, resolution: int) -> None:
+    limits = Limits(1, 256, num_prompt + 1)
+    counts = Simulation(
+        trace([request(0, num_prompt, 1)], limits=limits), Setting(64, 16, "lru"), STEP, resolution=resolution
+    ).run()
+    assert (counts.num_refused, counts.num_requests, counts.output_tokens) == (0, 1, resolution)
 
 
 def test_a_simulation_can_be_given_up(loaded: Loaded) -> None:
@@ -303,8 +311,22 @@ def test_a_mooncake_trace_finds_what_its_ids_share(mooncake_file: Path) -> None:
     assert counts.looked_up_tokens == found.num_tokens
 
 
+def test_ids_of_blocks_are_told_apart_by_what_is_before_them(tmp_path: Path) -> None:
+    """An id should stand for a whole prefix; in some files it stands for the block alone."""
+    path = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 0, "input_length": 2100, "output_length": 4, "hash_ids": [7, 7, 8, 7, 9]}]
+    lines += [{"timestamp": 9000, "input_length": 2100, "output_length": 4, "hash_ids": [7, 7, 7, 7, 9]}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = mooncake.load(path, num_pages=100, page_size=512)
+    first, second = (list(one.keys) for one in found.requests)
+    assert len(set(first)) == len(set(second)) == 4
+    assert [one == other for one, other in zip(first, second, strict=True)] == [True, True, False, False]
+    counts = Simulation(found, Setting(100, 512, "lru"), STEP, resolution=64).run()
+    assert (counts.hit_tokens, counts.miss_cold_tokens) == (2 * 512, 6 * 512)
+
+
 def each_later(one: TraceRequest, seconds: float) -> TraceRequest:
-    return TraceRequest(seconds, one.num_prompt, one.max_tokens, one.keys, one.outputs, number=one.number)
+    return TraceRequest(seconds, one.num_prompt, one.max_tokens, one.keys, one.outputs)
 
 
 def test_its_hit_rate_by_pool_size_is_drawn(

@@ -81,8 +81,6 @@ class EventColumns:
 class EventRing:
     """The last ``capacity`` page events. ``step`` and ``time_us`` stamp what is appended next."""
 
-    is_kept = True
-
     def __init__(self, capacity: int = 65_536) -> None:
         if capacity < 1 or capacity & (capacity - 1):
             raise ValueError(f"capacity of the event ring must be a power of two, not {capacity}")
@@ -130,10 +128,6 @@ class EventRing:
         self._times[at] = self.time_us
         self._tokens[at] = tokens
         self._number = number + 1
-
-    def skip(self, count: int) -> None:
-        """Never called: a ring keeps what happens."""
-        raise AssertionError(f"{count} events skipped")
 
     def extend(
         self, kind: int, pages: "array[int]", owners: "array[int]", refs: "array[int]", tag: int = 0
@@ -206,17 +200,23 @@ class EventRing:
 
 
 class NoEvents(EventRing):
-    """For a pool that nobody watches: events are numbered, and that is all. A third of a pool's cost less."""
-
-    is_kept = False
+    """For a pool that nobody watches: nothing is numbered, nothing kept."""
 
     def __init__(self) -> None:
         super().__init__(capacity=1)
 
-    def skip(self, count: int) -> None:
-        """Counts events that nobody will read."""
-        self._number += count
+    def append(
+        self,
+        kind: int,
+        page: int,
+        owner: int,
+        refs: int,
+        other: int = NO_PAGE,
+        tag: int = 0,
+        tokens: bytes | None = None,
+    ) -> None:
+        """Nobody reads it."""
 
     def read(self, after_number: int, limit: int = 65_536, with_tokens: bool = False) -> EventColumns | None:
-        """Nothing was kept: None, as for a reader that lagged."""
+        """None, as for a reader that lagged."""
         return None

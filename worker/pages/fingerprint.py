@@ -36,14 +36,3 @@ class Fingerprinter:
         hasher = self._empty.copy()
         hasher.update(parent + token_bytes)
         return int.from_bytes(hasher.digest(), "little") or 1
-
-
-class QuickMarks(Fingerprinter):
-    """For a pool that nobody watches: marks that tell evicted pages from others, at a quarter of the cost."""
-
-    def __init__(self) -> None:
-        super().__init__(b"")
-
-    def of_page(self, parent: bytes, token_bytes: bytes) -> int:
-        """Python's own hash; differs between processes."""
-        return hash((parent, token_bytes)) & 0xFFFFFFFFFFFFFFFF or 1

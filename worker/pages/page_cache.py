@@ -8,13 +8,16 @@ Knows token ids only as keys. What-if runs the same code.
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from worker.pages.events import EventRing, NoEvents
+from worker.pages.events import EventRing
 from worker.pages.eviction import POLICIES
-from worker.pages.fingerprint import Fingerprinter, QuickMarks
+from worker.pages.fingerprint import Fingerprinter
+from worker.pages.marked_prefixes import MarkedPrefixes
 from worker.pages.no_sharing import NoSharing
 from worker.pages.pool import PINNED, SEALED, PagePool
 from worker.pages.prefix_trie import TOKEN_BYTES, PrefixIndex, PrefixTrie
+from worker.pages.unwatched_pool import UnwatchedPool
 from worker.pages.violation import Violation
 
 
@@ -27,16 +30,20 @@ class CacheConfig:
     eviction_policy: str = "lru"  # a name of eviction.POLICIES
     sharing: bool = True  # False: the naive strategy, no prefix is ever found
     fingerprint_key: bytes = b""
-    event_capacity: int = 65_536  # 0: nobody watches, events are not kept
+    event_capacity: int = 65_536  # 0: for what-if. Nobody watches, and token ids are marks of prefixes
     max_remembered: int = 262_144  # evicted pages whose loss can still be told from a cold miss
 
     def __post_init__(self) -> None:
         if self.eviction_policy not in POLICIES:
             raise ValueError(f"eviction policy {self.eviction_policy!r} is none of {', '.join(POLICIES)}")
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether page events are kept."""
+        return self.event_capacity > 0
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
+
+class Lookup(NamedTuple):
     """What the cache has of a prompt. Changes nothing; valid until the next change of the cache."""
 
     pages: list[int]
@@ -56,14 +63,10 @@ class PageCache:
 
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
-        self.events = EventRing(config.event_capacity) if config.event_capacity else NoEvents()
-        self.pool = PagePool(config.num_pages, config.page_size, self.events)
+        self.pool = _pool(config)
+        self.events = self.pool.events
         self._policy = POLICIES[config.eviction_policy](config.num_pages)
-        self._index: PrefixIndex = NoSharing()
-        if config.sharing:
-            remembered = min(8 * config.num_pages, config.max_remembered)
-            marks = Fingerprinter(config.fingerprint_key) if config.event_capacity else QuickMarks()
-            self._index = PrefixTrie(config.num_pages, config.page_size, marks, remembered)
+        self._index = _index(config)
         self._page_bytes = config.page_size * TOKEN_BYTES
         self._pin_counts: dict[int, int] = {}
         self.num_capacity_evictions = 0
@@ -259,3 +262,19 @@ class PageCache:
                 pinned = page in pins
                 found.append(Violation("trie", f"pin of page {page}", pinned, not pinned, page))
         return found
+
+
+def _pool(config: CacheConfig) -> PagePool:
+    if config.is_watched:
+        return PagePool(config.num_pages, config.page_size, EventRing(config.event_capacity))
+    return UnwatchedPool(config.num_pages, config.page_size)
+
+
+def _index(config: CacheConfig) -> PrefixIndex:
+    remembered = min(8 * config.num_pages, config.max_remembered)
+    if not config.sharing:
+        return NoSharing()
+    if config.is_watched:
+        marks = Fingerprinter(config.fingerprint_key)
+        return PrefixTrie(config.num_pages, config.page_size, marks, remembered)
+    return MarkedPrefixes(config.num_pages, config.page_size, remembered)

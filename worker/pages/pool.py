@@ -17,12 +17,12 @@ O(pages it is given), whatever the size of the pool.
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from itertools import compress
 
 from worker.ids import NO_PAGE
 from worker.pages.events import HIT_TAG, EventRing, PageEventKind, PageFlag, PageState
-from worker.pages.sharing import NoSharedTime, SharedTime
+from worker.pages.sharing import SharedTime
 from worker.pages.snapshot import Planes
 from worker.pages.violation import Violation
 
@@ -60,7 +60,7 @@ class PagePool:
         self._states = bytearray((FREE,)) * total
         self._states[num_pages] = RESERVED
         self._flags = bytearray(total)
-        self._refs = array("H", bytes(2 * total))
+        self._refs: MutableSequence[int] = array("H", bytes(2 * total))
         self._owners = array("H", bytes(2 * total))  # first owner since it was free
         self._hits = array("H", bytes(2 * total))
         self._parents = array("I", (NO_PAGE,)) * total
@@ -71,7 +71,7 @@ class PagePool:
         self._num_references = 0
         self._num_shared = 0
         self._num_flagged_pinned = 0  # pages with that flag, whatever their state
-        self.sharing = SharedTime(self._refs) if events.is_kept else NoSharedTime(self._refs)
+        self.sharing = SharedTime(self._refs)
 
     # What it is now, each in O(1).
     @property
@@ -158,7 +158,7 @@ class PagePool:
         return Planes(
             states=bytes(self._states),
             flags=bytes(self._flags),
-            ref_counts=self._refs[:],
+            ref_counts=array("H", self._refs),
             filled_slots=self._filled_slots(),
             owners=self._owners[:],
             hit_counts=self._hits[:],
@@ -193,11 +193,10 @@ class PagePool:
         pages = [slot // page_size for slot in self._free[: -count - 1 : -1]]
         del self._free[-count:]
         self._change(PageEventKind.ALLOCATED, pages, owners, delta=1, state=ACTIVE)
-        if self.events.is_kept:  # else nobody asks for these
-            now, born, used, mine = self.now_ms, self._born, self._used, self._owners
-            for page, owner in zip(pages, owners, strict=True):
-                born[page] = used[page] = now
-                mine[page] = owner
+        now, born, used, mine = self.now_ms, self._born, self._used, self._owners
+        for page, owner in zip(pages, owners, strict=True):
+            born[page] = used[page] = now
+            mine[page] = owner
         return pages
 
     def share(self, pages: Sequence[int], owner: int, is_hit: bool) -> list[int]:
@@ -217,11 +216,10 @@ class PagePool:
         if revived:
             owners = self._same(owner, revived)
             self._change(PageEventKind.REVIVED, revived, owners, delta=1, state=ACTIVE, tag=tag)
-        if self.events.is_kept:
-            for page in revived:
-                self._owners[page] = owner
-            for page in pages:
-                used[page] = now
+        for page in revived:
+            self._owners[page] = owner
+        for page in pages:
+            used[page] = now
         if is_hit:
             hits = self._hits
             for page in pages:
@@ -240,9 +238,8 @@ class PagePool:
         self._change(PageEventKind.RELEASED, pages, self._same(owner, pages), delta=-1)
         self.sharing.lost(in_token_order)
         refs, flags, used, now = self._refs, self._flags, self._used, self.now_ms
-        if self.events.is_kept:
-            for page in pages:
-                used[page] = now
+        for page in pages:
+            used[page] = now
         unused = [page for page in pages if not refs[page]]
         kept = [page for page in unused if flags[page] & SEALED]
         pinned = [page for page in kept if flags[page] & PINNED] if self._num_flagged_pinned else []
@@ -276,14 +273,10 @@ class PagePool:
         self, pages: Sequence[int], parent: int | None, fingerprints: Sequence[int], owner: int, raw: bytes
     ) -> None:
         """``seal`` of consecutive pages; ``raw``: the tokens of all of them."""
-        if self.events.is_kept:
-            size = self.page_size * TOKEN_BYTES
-            for at, (page, mark) in enumerate(zip(pages, fingerprints, strict=True)):
-                self.seal(page, parent, mark, owner, raw[at * size : (at + 1) * size])
-                parent = page
-            return
-        assert parent is None or self._flags[parent] & SEALED, f"parent {parent} of {pages} is not sealed"
-        self._seal_unwatched(pages)
+        size = self.page_size * TOKEN_BYTES
+        for at, (page, mark) in enumerate(zip(pages, fingerprints, strict=True)):
+            self.seal(page, parent, mark, owner, raw[at * size : (at + 1) * size])
+            parent = page
 
     def seal_each(
         self,
@@ -294,20 +287,8 @@ class PagePool:
         raws: Sequence[bytes],
     ) -> None:
         """``seal`` of pages that have nothing to do with each other; ``aboves``: parents, or salts."""
-        if not self.events.is_kept:
-            self._seal_unwatched(pages)
-            return
         for page, above, mark, owner, raw in zip(pages, aboves, fingerprints, owners, raws, strict=False):
             self.seal(page, None if isinstance(above, bytes) else above, mark, owner, raw)
-
-    def _seal_unwatched(self, pages: Sequence[int]) -> None:
-        states, flags, hits = self._states, self._flags, self._hits
-        for page in pages:
-            assert states[page] == ACTIVE, f"page {page} sealed in state {states[page]}"
-            assert not flags[page], f"page {page} sealed with flags {flags[page]}"
-            flags[page] = SEALED
-            hits[page] = 0
-        self._change(PageEventKind.SEALED, pages, ())
 
     def unseal(self, pages: Sequence[int], owners: Sequence[int]) -> None:
         """``pages`` left the prefix index, each for its owner or, 0, by a flush; FREE if unreferenced."""
@@ -315,10 +296,9 @@ class PagePool:
         for page in pages:
             assert flags[page] == SEALED, f"page {page} evicted with flags {flags[page]}"
             flags[page] = 0
-        if self.events.is_kept:
-            for page in pages:
-                parents[page] = NO_PAGE
-                marks[page] = hits[page] = 0
+        for page in pages:
+            parents[page] = NO_PAGE
+            marks[page] = hits[page] = 0
         self._change(PageEventKind.EVICTED, pages, owners)
         if not any(map(self._refs.__getitem__, pages)):
             self._free_pages(pages, owners)
@@ -354,9 +334,8 @@ class PagePool:
             return
         self._change(PageEventKind.FREED, pages, owners, state=FREE)
         mine, page_size = self._owners, self.page_size
-        if self.events.is_kept:
-            for page in pages:
-                mine[page] = 0
+        for page in pages:
+            mine[page] = 0
         self._free.extend([page * page_size for page in pages])
 
     def _change(
@@ -389,17 +368,16 @@ class PagePool:
             for page in pages:
                 states[page] = state
             counts[state] += len(pages)
-        if not self.events.is_kept:
-            self.events.skip(len(pages))
-        elif len(pages) == 1:
+        if len(pages) == 1:
             page = pages[0]
             self.events.append(kind, page, owners[0], refs[page], other, tag, tokens)
         else:
             after_all = array("H", [refs[page] for page in pages])
             self.events.extend(kind, array("I", pages), array("H", owners), after_all, tag)
 
-    def _same(self, owner: int, pages: Sequence[int]) -> Sequence[int]:
-        return array("H", (owner,)) * len(pages) if self.events.is_kept else ()
+    @staticmethod
+    def _same(owner: int, pages: Sequence[int]) -> "array[int]":
+        return array("H", (owner,)) * len(pages)
 
     def check(self, window: range | None = None) -> list[Violation]:
         """Invariants of the pool alone: totals, and page by page those in ``window``; None: all pages."""

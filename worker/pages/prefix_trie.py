@@ -8,8 +8,7 @@ Equality is that of token ids; no hash is trusted. A node is one whole page, so 
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from worker.pages.evicted_prefixes import EvictedPrefixes
 from worker.pages.fingerprint import Fingerprinter
@@ -20,8 +19,7 @@ Key = tuple[int | bytes, bytes]
 """(parent page, or the salt above a first page; the page's token ids as u32)."""
 
 
-@dataclass(frozen=True, slots=True)
-class MissCounts:
+class MissCounts(NamedTuple):
     """Whole pages that a look-up did not find, by cause."""
 
     num_cold: int

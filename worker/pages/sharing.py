@@ -17,7 +17,7 @@ from collections.abc import Sequence
 class SharedTime:
     """The constants a of all pages. `refs` is the pool's column of references."""
 
-    def __init__(self, refs: "array[int]") -> None:
+    def __init__(self, refs: Sequence[int]) -> None:
         self._refs = refs
         self._constants = array("d", bytes(8 * len(refs)))
         self.now = 0.0  # seconds

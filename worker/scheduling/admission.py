@@ -4,7 +4,7 @@ Counts whole pages of each sequence (H2), and that cached pages which a request 
 available to anybody else afterwards (B011). Nothing is taken before the decision.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from worker.pages.page_cache import Lookup
 from worker.scheduling.books import Books
@@ -17,8 +17,7 @@ from worker.stats import WaitReason
 _RETRY_STEPS = 16  # a request that waits for pages is looked up again after so many steps at the latest
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(NamedTuple):
     """Pages that a sequence takes from what is available when it is admitted."""
 
     lookup: Lookup
@@ -104,7 +103,7 @@ class Admission:
 
     def most_pages(self, spec: RequestSpec, limit: int) -> int:
         """Pages that all samples need at most: whole prompt pages once, the rest for each."""
-        shared = (len(spec.prompt_token_ids) - 1) // self._books.config.page_size
+        shared = (len(spec.prompt_token_ids) - 1) // self._books.page_size
         whole = self._books.cache.pages_for(limit)
         return shared + spec.sample_count * (whole - shared)
 
@@ -115,7 +114,7 @@ class Admission:
         wants_all = spec.params.prompt_logprobs is not None and not sequence.request.prompt_logprobs_sent
         if not spec.cache_read or wants_all:
             return 0
-        return (len(sequence.tokens) - 1) // self._books.config.page_size
+        return (len(sequence.tokens) - 1) // self._books.page_size
 
     def need(self, sequence: Sequence) -> Need:
         """What it would take now."""
@@ -208,14 +207,14 @@ class Admission:
             return
         books.take_pages(sequence, lookup.pages, is_hit=True)
         sequence.num_sealed = len(lookup.pages)
-        sequence.num_computed = sequence.num_launched = len(lookup.pages) * books.config.page_size
+        sequence.num_computed = sequence.num_launched = len(lookup.pages) * books.page_size
         sequence.request.reused_pages += len(lookup.pages)
         sequence.request.saved_tokens += sequence.num_computed
 
     def _count_prefix(self, sequence: Sequence, lookup: Lookup) -> PrefixCounts | None:
         """How the prompt fared; the four numbers add up to it."""
         books = self._books
-        page_size = books.config.page_size
+        page_size = books.page_size
         most = min(self.max_hit_pages(sequence), sequence.num_prompt // page_size)
         if sequence.request.spec.params.prompt_logprobs is not None:
             return None

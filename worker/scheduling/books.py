@@ -67,6 +67,8 @@ class Books:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
+        self.page_size = config.page_size
+        self.is_simulated = config.is_simulated
         self.cache = PageCache(config.cache)
         self.rows = Rows(config.max_running)
         # Waits: one entry per request that was not admitted (its leader), and per preempted sequence.
@@ -148,12 +150,16 @@ class Books:
 
     def charge(self, request: Request, pages: list[int]) -> None:
         """The request refers to pages that others may hold, too."""
+        if self.is_simulated:
+            return
         sharing = self.cache.pool.sharing
         request.took(pages)
         request.account.took(len(pages), sharing.now, sharing.saved(pages))
 
     def discharge(self, request: Request, pages: list[int]) -> None:
         """The request refers to these pages no longer; called before they are released."""
+        if self.is_simulated:
+            return
         sharing = self.cache.pool.sharing
         request.gave(pages)
         request.account.gave(len(pages), sharing.now, sharing.saved(pages))
@@ -170,11 +176,10 @@ class Books:
         del self.by_owner[sequence.owner]
         if self.is_observed:
             self.ended_owners.append(sequence.owner)
-        held = self._held(last_step, pages, sequence.owner, sequence)
         if self.in_flight and last_step >= self.in_flight[0].step.number:
-            self.held.append(held)
+            self.held.append(self._held(last_step, pages, sequence.owner, sequence))
         else:
-            self._give_back(held)
+            self._give_back(pages, sequence.owner, sequence)
 
     def hold_until_committed(self, page: int, owner: Owner, step: int) -> None:
         """Keeps one reference until ``step`` is over: something in it still reads the page."""
@@ -184,16 +189,12 @@ class Books:
         sharing = self.cache.pool.sharing
         return Held(step, pages, owner, sequence, sharing.now, sharing.saved(pages))
 
-    def _give_back(self, held: Held) -> None:
-        sharing = self.cache.pool.sharing
-        if sharing.now > held.since:
-            saved = sharing.saved(held.pages) - held.saved
-            self.totals.unbilled_page_seconds += len(held.pages) * (sharing.now - held.since) - saved
-        self.cache.release(held.pages, held.owner)
-        if held.sequence is not None:
-            self.rows.give_back(held.sequence.row, held.owner)
-            held.sequence.row = NO_ROW
-            held.sequence.owner = NO_OWNER
+    def _give_back(self, pages: list[int], owner: Owner, sequence: Sequence | None) -> None:
+        self.cache.release(pages, owner)
+        if sequence is not None:
+            self.rows.give_back(sequence.row, owner)
+            sequence.row = NO_ROW
+            sequence.owner = NO_OWNER
 
     def release_held(self, committed: int) -> None:
         """Step ``committed`` is over."""
@@ -201,8 +202,11 @@ class Books:
             return
         due = [held for held in self.held if held.after_step <= committed]
         self.held = [held for held in self.held if held.after_step > committed]
+        sharing = self.cache.pool.sharing
         for held in due:
-            self._give_back(held)
+            saved = sharing.saved(held.pages) - held.saved
+            self.totals.unbilled_page_seconds += len(held.pages) * (sharing.now - held.since) - saved
+            self._give_back(held.pages, held.owner, held.sequence)
 
     # Leaving.
     def take_out(self, sequence: Sequence) -> None:
@@ -240,7 +244,7 @@ class Books:
         """The one end of a sequence."""
         assert sequence.place != Place.ENDED, f"{sequence} ended twice, now as {code.name}"
         request = sequence.request
-        room = len(sequence.pages) * self.config.page_size
+        room = len(sequence.pages) * self.page_size
         request.tail_waste_slots += max(0, room - sequence.computed)
         self._leave_queue(sequence)
         place = sequence.place
@@ -256,8 +260,9 @@ class Books:
         request.num_live -= 1
         bill = None
         if not request.num_live:
-            bill = self._bill(request)
+            bill = None if self.is_simulated else self._bill(request)
             del self.requests[request.samples[0].rank[1]]
+            request.forget_samples()
         if not silent:
             end = SequenceEnd(sequence.id, code, sequence.num_output, bill, failure, message)
             self.outbox.add_end(request.spec.source, end, with_token)

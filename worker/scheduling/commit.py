@@ -148,9 +148,10 @@ class Committer:
     # Prompts.
     def _commit_prompts(self, record: InFlight, result: StepResult) -> None:
         step = record.step
-        place = {at: number for number, at in enumerate(step.sampled)}
+        num_decode, sampled = step.num_decode, step.sampled
+        place = dict(zip(sampled[num_decode:], range(num_decode, len(sampled)), strict=True))
         for number, sequence in enumerate(record.prefills):
-            at = step.num_decode + number
+            at = num_decode + number
             if sequence in record.dead:
                 continue
             if at in result.failed:
@@ -168,7 +169,9 @@ class Committer:
         if request.spec.params.prompt_logprobs is not None and not request.prompt_logprobs_sent:
             self._add_prompt_logprobs(sequence, start, result, at)
         if request.leader is sequence and end >= sequence.num_prompt:
-            self._fork(sequence)
+            request.leader = None
+            if len(request.samples) > 1:
+                self._fork(sequence)
 
     def _add_prompt_logprobs(self, sequence: Sequence, start: int, result: StepResult, at: int) -> None:
         """Keeps what follows on what is there: after a preemption positions come again (B038)."""
@@ -193,7 +196,6 @@ class Committer:
         computed by each sample, for its own logits.
         """
         books, request = self._books, leader.request
-        request.leader = None
         last = leader.num_prompt - 1
         num_shared = last // books.config.page_size
         for sample in request.samples:

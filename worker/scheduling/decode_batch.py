@@ -11,17 +11,13 @@ few list operations. Columns handed to a step are never changed: they are copied
 from array import array
 from collections import Counter
 from collections.abc import Callable, MutableSequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, NamedTuple
 
 from worker.ids import SequenceId
 from worker.scheduling.sequence import Place, Sequence
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True, slots=True)
-class SourceGroup:
+class SourceGroup(NamedTuple):
     """The members whose output goes to one service."""
 
     source: str
@@ -29,8 +25,7 @@ class SourceGroup:
     sequence_ids: "array[int]"  # 'Q'
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeSpans:
+class DecodeSpans(NamedTuple):
     """The decode part of one step; entry i of the columns belongs together. Never changed."""
 
     sequences: list[Sequence]
@@ -97,11 +92,16 @@ class DecodeBatch:
         at = sequence.batch_index
         assert self.sequences[at] is sequence, f"{sequence} is not in the batch"
         sequence.num_launched = self.starts[at]
-        _fill_gap(self.sequences, at)
-        _fill_gap(self._sequence_ids, at)
-        _fill_gap(self._appends, at)
-        _fill_gap(self._rows, at)
-        _fill_gap(self.starts, at)
+        columns: list[MutableSequence[Any]] = [
+            self.sequences,
+            self._sequence_ids,
+            self._appends,
+            self._rows,
+            self.starts,
+        ]
+        for column in columns:
+            column[at] = column[-1]
+            del column[-1]
         if at < len(self.sequences):
             self.sequences[at].batch_index = at
         sequence.batch_index = -1
@@ -206,13 +206,6 @@ class DecodeBatch:
         if sum(map(len, self._edges)) != len(self) or sum(map(len, self._lasts.values())) != len(self):
             found.append(f"{len(self)} members, {sum(map(len, self._edges))} in edge lists")
         return found
-
-
-def _fill_gap(column: MutableSequence[T], at: int) -> None:
-    """Removes entry ``at``; the last one takes its place."""
-    moved = column.pop()
-    if at < len(column):
-        column[at] = moved
 
 
 def group_by_source(sequences: list[Sequence]) -> list[SourceGroup]:

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 from worker.ids import SequenceId
 from worker.scheduling.step import TokenLogprob
@@ -39,8 +40,7 @@ class FailureReason(IntEnum):
     CONSTRAINT_DEAD_END = 32
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixCounts:
+class PrefixCounts(NamedTuple):
     """How a prompt's tokens fared in the prefix cache at first admission; they add up to the prompt."""
 
     hit_tokens: int
@@ -49,8 +49,7 @@ class PrefixCounts:
     unaligned_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceStart:
+class SequenceStart(NamedTuple):
     """A request left the queue: all its samples are admitted together."""
 
     sequence_id: SequenceId  # of sample 0
@@ -60,8 +59,7 @@ class SequenceStart:
     resumed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class BillCounters:
+class BillCounters(NamedTuple):
     """A request's KV bill, over all its sequences; see KvBill in generation.proto."""
 
     page_seconds: float = 0.0
@@ -76,8 +74,7 @@ class BillCounters:
     recomputed_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceEnd:
+class SequenceEnd(NamedTuple):
     """End of one sequence: exactly one per accepted sequence, whatever happens."""
 
     sequence_id: SequenceId

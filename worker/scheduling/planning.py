@@ -11,6 +11,7 @@ from worker.scheduling.admission import Admission
 from worker.scheduling.books import Books
 from worker.scheduling.preemption import choose_victim, preempt
 from worker.scheduling.sequence import Place, Sequence
+from worker.scheduling.simulated_steps import SimulatedSteps
 from worker.scheduling.step import Step
 from worker.scheduling.step_builder import Plan, PromptSpan, StepBuilder
 from worker.stats import WaitReason
@@ -28,7 +29,7 @@ class Planner:
     def __init__(self, books: Books, admission: Admission) -> None:
         self._books = books
         self._admission = admission
-        self._builder = StepBuilder(books)
+        self._builder = SimulatedSteps(books) if books.is_simulated else StepBuilder(books)
         self.blocked: dict[Sequence, WaitReason] = {}  # looked at in the last step, and why not
 
     def plan(self, now: float) -> Step | None:

@@ -30,8 +30,12 @@ class RankedSequences:
 
     def add(self, sequence: Sequence) -> int:
         """Puts it in its place; returns how many are before it."""
+        entries = self._entries
+        if not entries or entries[-1].rank < sequence.rank:  # mostly: it came last
+            entries.append(sequence)
+            return len(entries) - 1
         at = self.position(sequence)
-        self._entries.insert(at, sequence)
+        entries.insert(at, sequence)
         return at
 
     def position(self, sequence: Sequence) -> int:
@@ -40,7 +44,8 @@ class RankedSequences:
 
     def remove(self, sequence: Sequence) -> None:
         """Takes it out; it must be there."""
-        at = self.position(sequence)
-        assert at < len(self._entries), f"{sequence} is not here"
-        assert self._entries[at] is sequence, f"{sequence} is not here"
-        del self._entries[at]
+        entries = self._entries
+        at = 0 if entries and entries[0] is sequence else self.position(sequence)
+        assert at < len(entries), f"{sequence} is not here"
+        assert entries[at] is sequence, f"{sequence} is not here"
+        del entries[at]

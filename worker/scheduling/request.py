@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 from worker.ids import SequenceId
 from worker.scheduling.sampling import SamplingParams
@@ -62,8 +63,7 @@ class RequestSpec:
     traceparent: str = ""  # W3C trace context, for the log
 
 
-@dataclass(frozen=True, slots=True)
-class AddOutcome:
+class AddOutcome(NamedTuple):
     """Answer to a RequestSpec, for all its samples."""
 
     status: AddStatus

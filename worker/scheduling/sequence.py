@@ -91,6 +91,11 @@ class Request:
         self.preemptions = 0
         self.recomputed_tokens = 0
 
+    def forget_samples(self) -> None:
+        """All have ended: without references in a circle they go at once, not with the next collection."""
+        self.samples = []
+        self.leader = None
+
     def took(self, pages: list[int]) -> None:
         """A sample refers to these pages, too."""
         counts = self.page_counts

@@ -40,6 +40,11 @@ class SchedulerConfig:
             raise ValueError(f"aging_seconds is {self.aging_seconds}, it must be positive")
 
     @property
+    def is_simulated(self) -> bool:
+        """For what-if: no device runs the steps, nobody watches, nobody is billed."""
+        return not self.cache.is_watched
+
+    @property
     def page_size(self) -> int:
         """Tokens per page."""
         return self.cache.page_size

@@ -12,11 +12,11 @@ NO_KEYS: "array[int]" = array("Q")
 
 def trace_requests(requests: Sequence[LoggedRequest], start_us: int) -> list[TraceRequest]:
     """By arrival, in seconds since ``start_us``; what came before it comes at once."""
-    found = [_request(request, start_us, number) for number, request in enumerate(requests)]
+    found = [_request(request, start_us) for request in requests]
     return sorted(found, key=lambda request: request.arrival)
 
 
-def _request(request: LoggedRequest, start_us: int, number: int) -> TraceRequest:
+def _request(request: LoggedRequest, start_us: int) -> TraceRequest:
     ends = {end.sequence_id - request.sequence_id: end for end in request.ends}
     outputs = [_output(request, ends.get(sample), start_us) for sample in range(request.sample_count)]
     return TraceRequest(
@@ -28,7 +28,6 @@ def _request(request: LoggedRequest, start_us: int, number: int) -> TraceRequest
         priority=request.priority,
         cache_read=request.cache_read,
         cache_write=request.cache_write,
-        number=number,
         is_counted=_is_counted(request, start_us),
     )
 

@@ -96,13 +96,13 @@ class Counts:
         self.num_requests += 1
         self.queue_seconds.append(start.queue_seconds)
         if start.prefix is not None:
-            before = self.looked_up_tokens
-            hit_tokens = start.prefix.hit_tokens * self.resolution
-            self.hit_tokens += hit_tokens
-            self.miss_cold_tokens += start.prefix.miss_cold_tokens * self.resolution
-            self.miss_evicted_tokens += start.prefix.miss_evicted_tokens * self.resolution
-            self.unaligned_tokens += start.prefix.unaligned_tokens * self.resolution - excess
-            self.lookups.append((hit_tokens, self.looked_up_tokens - before))
+            hit, cold, evicted, unaligned = (tokens * self.resolution for tokens in start.prefix)
+            unaligned -= excess
+            self.hit_tokens += hit
+            self.miss_cold_tokens += cold
+            self.miss_evicted_tokens += evicted
+            self.unaligned_tokens += unaligned
+            self.lookups.append((hit, hit + cold + evicted + unaligned))
 
     def look(self, scheduler: Scheduler, seconds: float) -> None:
         """The pool as it was for so many seconds."""

@@ -28,11 +28,11 @@ def load(
     path: Path, *, num_pages: int, page_size: int = 16, max_running: int = 512, max_step_tokens: int = 8192
 ) -> Trace:
     """Reads a trace. Output is nobody's prefix: the format has no ids for it. Raises BadTrace, OSError."""
-    requests = []
+    requests, keys = [], _Keys()
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines):
             if line.strip():
-                requests.append(_request(line, number))
+                requests.append(_request(line, number, keys))
     if not requests:
         raise BadTrace("it has no requests")
     requests.sort(key=lambda request: request.arrival)
@@ -55,7 +55,22 @@ def load(
     )
 
 
-def _request(line: str, number: int) -> TraceRequest:
+class _Keys:
+    """Keys of whole prefixes, also where an id stands for its block alone."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], int] = {}  # by key before it and id
+
+    def of(self, hash_ids: Sequence[int]) -> "array[int]":
+        """One for each block, the same where all blocks so far are."""
+        found, above = array("Q"), -1
+        for each in hash_ids:
+            above = self._known.setdefault((above, each), len(self._known))
+            found.append(above)
+        return found
+
+
+def _request(line: str, number: int, keys: _Keys) -> TraceRequest:
     try:
         record = json.loads(line)
         arrival = float(record["timestamp"]) / 1000
@@ -73,15 +88,9 @@ def _request(line: str, number: int) -> TraceRequest:
         arrival=arrival,
         num_prompt=num_prompt,
         max_tokens=max(1, num_output),
-        keys=keys_of(ids, num_prompt),
+        keys=keys.of(ids[: num_prompt // BLOCK_TOKENS]),  # of the blocks that are full
         outputs=(Output(max(1, num_output), array("Q")),),
-        number=number,
     )
-
-
-def keys_of(hash_ids: Sequence[int], num_prompt: int) -> "array[int]":
-    """Keys of the blocks that are full; they stand for the prefix, so the id alone is one."""
-    return array("Q", [each & 0xFFFFFFFFFFFFFFFF for each in hash_ids[: num_prompt // BLOCK_TOKENS]])
 
 
 def _later(request: TraceRequest, seconds: float) -> TraceRequest:
@@ -91,5 +100,4 @@ def _later(request: TraceRequest, seconds: float) -> TraceRequest:
         max_tokens=request.max_tokens,
         keys=request.keys,
         outputs=request.outputs,
-        number=request.number,
     )

@@ -1,4 +1,7 @@
-"""The worker's own scheduler, pool and trie under recorded traffic, on a clock that is only counted.
+"""The worker's own scheduler and page cache under recorded traffic, on a clock that is only counted.
+
+The cache's pool and index are those that keep nothing for observers and know prefixes by marks
+(pages/unwatched_pool.py, pages/marked_prefixes.py); they answer as the worker's do.
 
 Owns the virtual time and what is counted. Decides nothing that the real worker decides: it hands over
 requests when they came, gives each step the time that the model says, and each sequence the tokens that it
@@ -6,80 +9,23 @@ had; a sequence ends after as many tokens as it did then.
 """
 
 import heapq
-from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain, count, repeat
+from collections.abc import Callable, Iterator
+from itertools import chain, count
 
-from worker.ids import SequenceId
 from worker.pages.page_cache import CacheConfig
 from worker.scheduling.output import OutputColumns
 from worker.scheduling.request import AbortReason, AddStatus, RequestSpec
-from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.settings import SchedulerConfig
 from worker.scheduling.step import Step, StepResult
 from worker.trace.counts import Counts, Setting
+from worker.trace.prepared import Prepared, PreparedRequest, prepare
 from worker.trace.step_time import StepTime
 from worker.trace.warm_start import fill_cache
-from worker.trace.workload import Limits, Trace, TraceRequest, output_units, prompt_units, sequence_tokens
+from worker.trace.workload import Limits, Trace, TraceRequest
 
 LOOK_STEPS = 64  # between two looks at waste and progress
-STOP_TOKEN = (
-    0xFFFFFFFE  # ends a sample before its longest sibling; the last token has no KV, so it may be any
-)
-
-
-_STOPS = frozenset((STOP_TOKEN,))
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A request in units, with the ids that stand for its tokens; the same for all settings."""
-
-    request: TraceRequest
-    spec: RequestSpec
-    outputs: Sequence["array[int]"]  # one per sample
-
-
-def prepare(trace: Trace, resolution: int = 1) -> list[Prepared]:
-    """All requests of a trace in units of ``resolution`` tokens."""
-    if trace.granularity % resolution:
-        text = f"does not divide keys at every {trace.granularity} tokens"
-        raise ValueError(f"a resolution of {resolution} tokens {text}")
-    first_ids = accumulate([len(request.outputs) for request in trace.requests], initial=1)
-    return [
-        _prepared(trace, request, resolution, SequenceId(first))
-        for request, first in zip(trace.requests, first_ids, strict=False)
-    ]
-
-
-def _prepared(trace: Trace, request: TraceRequest, resolution: int, first: SequenceId) -> Prepared:
-    num_prompt = prompt_units(request, resolution)
-    lengths = [output_units(request, sample, resolution) for sample in range(len(request.outputs))]
-    longest = max(1, *lengths)
-    whole = [
-        sequence_tokens(
-            request, sample, num_prompt + length, granularity=trace.granularity, resolution=resolution
-        )
-        for sample, length in enumerate(lengths)
-    ]
-    outputs = [tokens[num_prompt:] for tokens in whole]
-    for own in outputs:
-        if 0 < len(own) < longest:
-            own[-1] = STOP_TOKEN
-    stops = _STOPS if len(outputs) > 1 else frozenset[int]()
-    spec = RequestSpec(
-        first,
-        whole[0][:num_prompt],
-        SamplingParams(max_tokens=longest, stop_token_ids=stops),
-        sample_count=len(outputs),
-        priority=request.priority,
-        cache_read=request.cache_read,
-        cache_write=request.cache_write,
-    )
-    return Prepared(request, spec, outputs)
 
 
 class Cancelled(Exception):
@@ -101,7 +47,7 @@ class Simulation:
         step_time: StepTime,
         *,
         resolution: int = 1,
-        prepared: Sequence[Prepared] | None = None,
+        prepared: Prepared | None = None,
         count_from: float = 0.0,
         progress: Callable[[float], bool] = lambda seconds: True,
     ) -> None:
@@ -118,7 +64,9 @@ class Simulation:
         self._now = 0.0
         self._device_free = 0.0
         self._in_flight: deque[tuple[Step, float]] = deque()
-        self._waiting = deque(prepare(trace, resolution) if prepared is None else prepared)
+        prepared = prepared or prepare(trace, resolution)
+        self._cached = prepared.cached
+        self._waiting = deque(prepared.requests)
         self._tokens: dict[int, Iterator[int]] = {}  # what each live sequence will put out
         self._excess: dict[int, int] = {}  # tokens that the last unit of a prompt does not have, by sample 0
         self._whole: set[int] = set()  # live ones whose end is known
@@ -129,8 +77,8 @@ class Simulation:
 
     def run(self) -> Counts:
         """Until all requests have ended whose end is known. Raises Cancelled."""
-        if self._trace.cached:
-            fill_cache(self.scheduler.cache, self._trace, self._resolution)
+        if self.scheduler.config.cache.sharing:
+            fill_cache(self.scheduler.cache, self._cached)
         self.counts.start(self.scheduler)
         while self._waiting or self.scheduler.num_live:
             self._arrive()
@@ -155,7 +103,7 @@ class Simulation:
                 due.append(heapq.heappop(self._cuts)[1])
             self.scheduler.abort(due, AbortReason.CLIENT, now)
 
-    def _add(self, coming: Prepared) -> None:
+    def _add(self, coming: PreparedRequest) -> None:
         request, spec, first = coming.request, coming.spec, coming.spec.sequence_id
         if not (self._may_fit(request) and self._is_accepted(spec)):
             self.counts.num_refused += self._now >= self._count_from
@@ -169,7 +117,7 @@ class Simulation:
             if not own:
                 heapq.heappush(self._cuts, (self._now if output.end is None else output.end, sequence_id))
             # A step that was launched before the end was seen asks for one more.
-            self._tokens[sequence_id] = chain(own, repeat(0))
+            self._tokens[sequence_id] = chain(own, count(coming.filler))
 
     def _is_accepted(self, spec: RequestSpec) -> bool:
         return self.scheduler.add(spec, self._now).status == AddStatus.ACCEPTED
@@ -261,7 +209,8 @@ def scheduler_config(limits: Limits, setting: Setting, resolution: int = 1) -> S
         cache,
         max_running=limits.max_running,
         max_step_tokens=limits.max_step_tokens,
-        max_context_tokens=max(2, -(-limits.max_context_tokens // resolution)),
+        # The longest prompt that leaves room for a token does so in units, too.
+        max_context_tokens=1 + max(1, -(-(limits.max_context_tokens - 1) // resolution)),
         max_queued_requests=limits.max_queued_requests,
         max_chunk_tokens=limits.max_chunk_tokens,
         doubling_context=limits.doubling_context // resolution,

@@ -5,25 +5,34 @@ page are known, too; where none has, nobody will ask for it and stand-ins do.
 """
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from worker.pages.page_cache import PageCache
-from worker.trace.workload import CachedPage, Trace, stand_in_tokens
+from worker.trace.marks import Marks
+from worker.trace.workload import CachedPage, Trace
 
 OWNER = 1
 
 
-def fill_cache(cache: PageCache, trace: Trace, resolution: int = 1) -> None:
-    """Enters each cached prefix as a sequence would leave it, the one used last at the end."""
+def cached_prefixes(trace: Trace, marks: Marks) -> "list[array[int]]":
+    """Marks of each cached prefix, the one used last at the end."""
+    if not trace.cached:
+        return []
     pages = {page.key: page for page in trace.cached}
-    inner = _keys_inside(trace)
+    inside = _marks_inside(trace, marks)
+    found = []
     for last in _ends(trace):
-        keys = array("Q")
+        tokens = array("I")
         for page in _path(last, pages):
-            keys.extend(
-                inner.get(page.key) or array("Q", [page.key]) * (trace.page_size // trace.granularity)
-            )
-        _enter(cache, stand_in_tokens(keys, trace.granularity // resolution))
+            tokens.frombytes(inside[page.key])
+        found.append(tokens)
+    return found
+
+
+def fill_cache(cache: PageCache, prefixes: "Sequence[array[int]]") -> None:
+    """Enters each prefix as a sequence would leave it."""
+    for tokens in prefixes:
+        _enter(cache, tokens)
 
 
 def _ends(trace: Trace) -> list[CachedPage]:
@@ -43,17 +52,17 @@ def _path(last: CachedPage, pages: Mapping[int, CachedPage]) -> list[CachedPage]
     return path[::-1]
 
 
-def _keys_inside(trace: Trace) -> dict[int, "array[int]"]:
-    """Keys of each whole page that the requests know, by the key at its end."""
+def _marks_inside(trace: Trace, marks: Marks) -> dict[int, bytes]:
+    """Marks of each whole cached page, by the key at its end: fresh ones where no request knows the keys."""
     per_page = trace.page_size // trace.granularity
-    found = {}
-    wanted = {page.key for page in trace.cached}
+    found = {page.key: b"" for page in trace.cached}
     for request in trace.requests:
         keys = request.keys
         for end in range(per_page, len(keys) + 1, per_page):
-            if keys[end - 1] in wanted:
-                found[keys[end - 1]] = keys[end - per_page : end]
-    return found
+            if found.get(keys[end - 1]) == b"":
+                found[keys[end - 1]] = marks.of(keys[end - per_page : end])
+    num_units = per_page * marks.per_key
+    return {key: known or array("I", marks.fresh(num_units)).tobytes() for key, known in found.items()}
 
 
 def _enter(cache: PageCache, tokens: "array[int]") -> None:

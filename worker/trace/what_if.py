@@ -21,7 +21,8 @@ from worker.trace.counts import Counts, Setting
 from worker.trace.loading import Loaded, load
 from worker.trace.mooncake import ASSUMED_STEP, BadTrace
 from worker.trace.observed import Observed
-from worker.trace.simulation import Simulation, prepare
+from worker.trace.prepared import prepare
+from worker.trace.simulation import Simulation
 from worker.trace.step_time import StepTime
 from worker.trace.workload import Trace
 

@@ -1,7 +1,6 @@
 """Requests as what-if runs them again: when they came, how long they were, what they had in common.
 
-Owns the stand-in token ids. A recording has no token ids, only keys of prefixes; ids are made from the keys,
-so that two prompts share a run of pages here exactly where they did there, whatever the page size.
+A recording has no token ids, only keys of prefixes; marks.py makes ids from them.
 
 Lengths may be counted in units of several tokens (``resolution``). Pages that a prompt needs, may find and
 fills are the same then, as long as a page is a whole number of units; a sequence takes a unit in one step.
@@ -10,10 +9,6 @@ fills are the same then, as long as a page is a whole number of units; a sequenc
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
-
-U32_MASK = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +33,6 @@ class TraceRequest:
     priority: int = 0
     cache_read: bool = True
     cache_write: bool = True
-    number: int = 0  # tells its own tokens from those of others
     is_counted: bool = True  # False: it was admitted before the trace begins
 
 
@@ -86,18 +80,6 @@ class Trace:
         return sum(request.num_prompt for request in self.requests)
 
 
-def stand_in_tokens(keys: "array[int]", per_key: int) -> "array[int]":
-    """Ids 'I', ``per_key`` for each key: its low half, repeated.
-
-    Runs compare equal where their keys do. A key covers the whole prefix, so two under one parent would have
-    to agree in 32 bits by chance.
-    """
-    low = np.frombuffer(keys, dtype=np.uint64).astype(np.uint32)
-    tokens = array("I")
-    tokens.frombytes(np.repeat(low, per_key).tobytes())
-    return tokens
-
-
 def prompt_units(request: TraceRequest, resolution: int) -> int:
     """Units that hold the prompt; the last may be partly filled."""
     return -(-request.num_prompt // resolution)
@@ -110,17 +92,3 @@ def output_units(request: TraceRequest, sample: int, resolution: int) -> int:
         return 0
     whole = (request.num_prompt + num_tokens - 1) // resolution
     return max(1, whole - prompt_units(request, resolution) + 1)
-
-
-def sequence_tokens(
-    request: TraceRequest, sample: int, total: int, *, granularity: int, resolution: int = 1
-) -> "array[int]":
-    """Ids of the first ``total`` units of one sample, prompt and output; what no key covers is its alone."""
-    keys = request.keys + request.outputs[sample].keys
-    tokens = stand_in_tokens(keys, granularity // resolution)[:total]
-    first, missing = len(tokens), total - len(tokens)
-    if missing > 0:
-        own = (0x9E3779B1 * (2 * request.number + 1) + 0x85EBCA77 * sample) & U32_MASK
-        run = np.arange(first, first + missing, dtype=np.uint32) * np.uint32(0xC2B2AE3D) + np.uint32(own)
-        tokens.frombytes(run.tobytes())
-    return tokens
