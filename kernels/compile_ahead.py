@@ -18,6 +18,7 @@ from triton import knobs
 from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
 from triton.runtime.jit import JITFunction
 
+from kernels.built_modules import load_apart
 from kernels.launcher import set_compiling
 
 MAX_THREADS = 16
@@ -61,6 +62,7 @@ def compiling(device: torch.device) -> Iterator[None]:
 
     Outputs of the launches are left as they are, so nothing may depend on their values. One thread at a time.
     """
+    load_apart()
     queue = CompileQueue()
     kernels: dict[int, Any] = {}
     threads = min(MAX_THREADS, os.cpu_count() or 1)
