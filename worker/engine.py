@@ -162,10 +162,14 @@ class Engine:
         self._outputs.wake()  # not before: their sender would want the interpreter during the launch
         is_busy = bool(self._in_flight)
         keep = 1 if self._settings.overlap and step is not None else 0
+        begins_streams = False
         while len(self._in_flight) > keep:
+            begins_streams |= first_tokens.has_any(self._in_flight[0].step)
             self._commit_oldest()
             has_committed = True
         self._publish()
+        if begins_streams and self._in_flight:
+            first_tokens.let_them_go()
         now = self._clock()
         if has_committed or not self._in_flight:  # not between a first launch and its result
             self._watch.look(now)

@@ -15,6 +15,19 @@ WAIT_SECONDS = 0.0005  # about what the next launch takes: at worst that comes s
 POLL_SECONDS = 0.00002
 
 
+def has_any(step: Step) -> bool:
+    """Whether prompts end in this step."""
+    return len(step.sampled) > step.num_decode
+
+
+def let_them_go() -> None:
+    """Leaves the interpreter to the thread that sends them, for the moment that it takes to wake up.
+
+    For when the device has its next step: else that thread would wait for the one after to be launched.
+    """
+    time.sleep(POLL_SECONDS)
+
+
 def are_there(
     step: Step,
     handle: StepHandle,
@@ -26,7 +39,7 @@ def are_there(
 
     Waits a little for them where nobody else streams; other threads have the interpreter meanwhile.
     """
-    if len(step.sampled) <= step.num_decode:
+    if not has_any(step):
         return False
     if step.num_decode:
         return handle.is_ready()

@@ -164,8 +164,8 @@ class WorkerPool:
     def pick(self, request: Request, avoid: Collection[str] = ()) -> WorkerLink | None:
         """The worker for a request, none of those in `avoid` if there are others; None: nobody is usable."""
         links = {link.address: link for link in self.usable}
-        if not links:
-            return None
+        if len(links) < 2:
+            return next(iter(links.values()), None)
         first = next(iter(links.values())).facts
         assert first is not None, "a usable worker has introduced itself"
         uses_cache = request.cache_read or request.cache_write

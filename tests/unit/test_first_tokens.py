@@ -136,6 +136,17 @@ def test_a_busy_device_gets_its_next_step_before_the_first_token_is_read() -> No
     assert events.count("token") == 3
 
 
+def test_the_link_has_the_interpreter_before_the_step_after_next_is_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[int] = []
+    monkeypatch.setattr(first_tokens, "let_them_go", lambda: pauses.append(1))
+    events_of(lambda step: False, overlap=True)
+    assert len(pauses) == 1, "after the first token, whose step had another behind it; not after later ones"
+    events_of(lambda step: True, overlap=True)
+    assert len(pauses) == 1, "not where the device waits for its next step"
+
+
 def test_later_tokens_leave_the_device_a_step_ahead() -> None:
     """A decode step that is over already is not looked at before the next one is launched."""
     events = order(events_of(lambda step: True, overlap=True), "decode", "token")
