@@ -12,9 +12,11 @@ from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from kvatlas.models.config import cache_folder
 from kvatlas.models.errors import ModelError
 from kvatlas.process_age import process_age
 from worker import head_start, log
+from worker.bytecode import keep_bytecode
 from worker.config import ConfigError, WorkerConfig, from_args, wants_print
 from worker.link.addresses import AddressError
 
@@ -50,6 +52,7 @@ def _import_all(config: WorkerConfig) -> None:
     gc.disable()
     threads = []
     if config.runner == "torch":
+        keep_bytecode("torch", cache_folder() / "bytecode")
         uses_cuda = config.device == "cuda"
         tasks = [head_start.link_torch, head_start.import_worker]
         tasks += [head_start.open_device, head_start.prepare_triton] if uses_cuda else []
