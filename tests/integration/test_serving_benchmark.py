@@ -40,6 +40,9 @@ def test_every_case_of_the_served_path_gives_its_figures(tmp_path: Path) -> None
     assert long_prompt["prompt_tokens"] == 640
     assert long_prompt["open_streams"] == 64
     assert long_prompt["first_token_ms_of_the_long_prompt"] > 0
+    for gap in long_prompt["largest_of_one_stream"]:
+        assert 0 <= gap["at_ms"] <= long_prompt["first_token_ms_of_the_long_prompt"] + 0.1
+        assert 0 < gap["ms"] <= long_prompt["during_ms"]["max"] + 0.1
 
 
 @pytest.mark.slow
