@@ -1,7 +1,8 @@
 """How this process keeps memory, where the C library is glibc; elsewhere nothing is set.
 
 Views run in threads of their own, and glibc gives each a heap: what one frees the others cannot use. It also
-learns to keep ever larger blocks, and gives back what is free at a heap's end alone. All three make a process
+learns to keep ever larger blocks, and gives back what is free at a heap's end alone. Arrow, which carries
+tables for Streamlit, brings an allocator of its own: one more heap, of huge pages. All of these make a process
 that holds the same all day grow for hours: by the most that it ever needed at once.
 """
 
@@ -13,13 +14,16 @@ ARENAS = 2
 LARGE_BYTES = 256 * 1024  # go back to the system as soon as they are free; planes of large pools are
 TRIM_BYTES = 1024 * 1024
 TRIM_SECONDS = 60.0
+ARROW_POOL = b"ARROW_DEFAULT_MEMORY_POOL"  # Arrow asks the environment for it when it is loaded
 
 
 def settle() -> None:
-    """Before the first thread starts."""
-    choose = getattr(ctypes.CDLL(None), "mallopt", None)
+    """Before the first thread starts and before Streamlit is imported."""
+    library = ctypes.CDLL(None)
+    choose = getattr(library, "mallopt", None)
     if choose is None:
         return
+    library.setenv(ARROW_POOL, b"system", 0)  # unless someone has chosen
     for parameter, value in (
         (M_ARENA_MAX, ARENAS),
         (M_MMAP_THRESHOLD, LARGE_BYTES),

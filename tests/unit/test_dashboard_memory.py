@@ -2,6 +2,10 @@
 
 import asyncio
 import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +18,8 @@ from dashboard.frames import Columns
 from dashboard.history import KEY_FRAME_MS, History
 from dashboard.live_map import RECENT_MESSAGES, LiveMap
 from kvatlas.v1 import cache_pb2 as pb
+
+ROOT = Path(__file__).parents[2]
 
 
 def live_map(pool: DemoPool) -> LiveMap:
@@ -94,6 +100,21 @@ def test_free_memory_goes_back_at_intervals_until_the_end(monkeypatch: pytest.Mo
     asyncio.run(run())
     assert len(calls) >= 3
     assert set(calls) == {0}
+
+
+@pytest.mark.parametrize(("wanted", "found"), [(None, "system"), ("mimalloc", "mimalloc")])
+def test_tables_come_from_the_same_heap_unless_someone_says_otherwise(wanted: str | None, found: str) -> None:
+    script = (
+        "from dashboard import allocator; allocator.settle();"
+        "import streamlit; import pyarrow; print(pyarrow.default_memory_pool().backend_name)"
+    )
+    pool = allocator.ARROW_POOL.decode()
+    environment = {name: value for name, value in os.environ.items() if name != pool}
+    environment |= {"PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}"}
+    environment |= {pool: wanted} if wanted else {}
+    command = [sys.executable, "-c", script]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert told.stdout.strip() == found
 
 
 def test_where_there_is_nothing_to_trim_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
