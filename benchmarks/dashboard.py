@@ -22,12 +22,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import psutil
 from playwright.sync_api import Error, Page, sync_playwright
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
+from benchmarks.growth import FLAT_MIB_PER_HOUR, growth
 from benchmarks.record import percentile, write_result
 from dashboard.testing import FeedServer
 
@@ -36,10 +36,8 @@ WARM_UP_SECONDS = 8.0
 READY_SECONDS = 120.0
 PATIENCE_MS = 180_000
 RINGS_FULL_SECONDS = 900.0  # ten minutes of history, and two key frames more
-FLAT_MIB_PER_HOUR = 1.0
 GUEST_SECONDS, SAMPLE_SECONDS = 30.0, 10.0
 GUEST_PATIENCE_MS = 60_000
-BLOCK_SECONDS = 300.0  # samples of less are alike: the line and its error are those of these means
 VIEWS = ("", "requests", "prefix_tree", "what_if", "timeline", "integrity", "playground", "explain")
 LIVE_HEAP = "() => { gc(); return performance.memory.usedJSHeapSize; }"
 FLAGS = [
@@ -210,30 +208,6 @@ def _visited(browser: Any, url: str) -> bool:
         return False
     finally:
         guest.close()
-
-
-def growth(samples: list[tuple[float, float]], settled: float) -> dict[str, Any]:
-    """MiB an hour by least squares after `settled` seconds, and a sample each minute or so.
-
-    `samples`: (seconds, MiB) in order of time, at least three after `settled`.
-    """
-    late = np.array([each for each in samples if each[0] >= settled])
-    block_seconds = min(BLOCK_SECONDS, (late[-1, 0] - settled) / 6)
-    block = ((late[:, 0] - settled) // block_seconds).astype(int)
-    times, mib = np.array([late[block == number].mean(axis=0) for number in np.unique(block)]).T
-    hours = (times - times.mean()) / 3600
-    slope = float(hours @ mib / (hours @ hours))
-    rest = mib - mib.mean() - slope * hours
-    error = float(np.sqrt(rest @ rest / max(1, len(mib) - 2) / (hours @ hours)))
-    every = max(1, round(len(samples) / 60))
-    return {
-        "mib_per_hour": round(slope, 2),
-        "standard_error": round(error, 2),
-        "is_flat": slope <= FLAT_MIB_PER_HOUR,
-        "mib_median": round(float(np.median(late[:, 1])), 1),
-        "mib_max": round(float(late[:, 1].max()), 1),
-        "mib": [round(value, 1) for _, value in samples[::every]],
-    }
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
 Views run in threads of their own, and glibc gives each a heap: what one frees the others cannot use. It also
 learns to keep ever larger blocks, and gives back what is free at a heap's end alone. Arrow, which carries
-tables for Streamlit, brings an allocator of its own: one more heap, of huge pages. All of these make a process
-that holds the same all day grow for hours: by the most that it ever needed at once.
+tables for Streamlit, brings an allocator of its own: one more heap, of huge pages. All that makes a process
+which holds the same all day grow for hours: by the most that it ever needed at once.
 """
 
 import asyncio

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks.dashboard import growth
+from benchmarks.growth import growth
 from dashboard import allocator, demo_messages
 from dashboard.demo_pool import DemoPool
 from dashboard.frames import Columns
@@ -133,6 +133,11 @@ def test_growth_is_that_of_the_line_after_the_beginning(slope: float) -> None:
     assert found["is_flat"] == (slope <= 1.0)
     assert found["mib_max"] == pytest.approx(200 + max(slope, slope / 4) + 0.4, abs=0.5)
     assert len(found["mib"]) == 60
+
+
+def test_one_sample_at_the_end_weighs_no_more_than_another() -> None:
+    samples = [(ten * 10.0, 200.0) for ten in range(360)]
+    assert abs(growth([*samples, (3600.0, 203.0)], 900.0)["mib_per_hour"]) < 0.3
 
 
 def test_growth_that_wanders_is_not_called_certain() -> None:
