@@ -39,6 +39,7 @@ KINDS = {
             "page_events",
             "eviction",
             "prefix_trie",
+            "marked_prefixes",
             "pins_and_flush",
             "fake_runner",
         )

@@ -16,7 +16,7 @@ from worker.pages.violation import Violation
 
 T = TypeVar("T")
 ROOT = -1
-REMEMBERED = 5  # evicted pages: few, so that some are forgotten
+REMEMBERED = 2  # evicted pages: few, so that some are forgotten
 
 
 class TwinCache:

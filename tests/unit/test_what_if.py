@@ -18,11 +18,21 @@ from worker.trace import mooncake, what_if
 from worker.trace.building import trace_requests
 from worker.trace.counts import Counts, Setting
 from worker.trace.loading import Loaded, load
+from worker.trace.marks import Marks
 from worker.trace.mooncake import BadTrace
+from worker.trace.prepared import prepare
 from worker.trace.simulation import Cancelled, Simulation
 from worker.trace.step_time import StepTime, fit
 from worker.trace.testing import RecordedWorker, Turn, conversations, hit_ratio, run_turns
-from worker.trace.workload import Limits, Output, Trace, TraceRequest, output_units, prompt_units
+from worker.trace.workload import (
+    CachedPage,
+    Limits,
+    Output,
+    Trace,
+    TraceRequest,
+    output_units,
+    prompt_units,
+)
 
 PAGES, PAGE_SIZE = 160, 16
 TURNS = conversations(3, seconds=12, rate=22)
@@ -166,6 +176,29 @@ def test_keys_decide_what_is_shared() -> None:
     assert (counts.hit_tokens, counts.miss_cold_tokens, counts.unaligned_tokens) == (16, 48, 16)
     finer = Simulation(same, Setting(128, 8, "lru"), STEP).run()
     assert finer.hit_tokens == 24
+
+
+def test_marks_are_the_same_as_far_as_keys_are_and_nowhere_else() -> None:
+    requests = [request(0, 40, 4, keys=range(1, 6)), request(1, 43, 4, keys=[1, 2, 3, 9, 10])]
+    first, second = (list(each.spec.prompt_token_ids) for each in prepare(trace(requests)).requests)
+    assert first[:24] == second[:24]
+    assert (len(first), len(set(first + second))) == (40, 24 + 16 + 19), "no id stands twice"
+    coarse = prepare(trace(requests), 8).requests
+    assert [len(each.spec.prompt_token_ids) for each in coarse] == [5, 6]
+    with pytest.raises(ValueError, match="at most 4294967280"):
+        Marks([array("Q", [1])], 8).fresh(1 << 32)
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 32])
+def test_cached_pages_are_found_by_whoever_knows_their_keys(page_size: int) -> None:
+    """Pages of 16 with keys at every 8 tokens: of those that no request knows, only the end is known."""
+    cached = [CachedPage(2, None, 5), CachedPage(4, 2, 4), CachedPage(90, None, 6), CachedPage(91, 90, 7)]
+    warm = trace([request(0, 40, 4, keys=range(1, 6))], cached=cached)
+    simulation = Simulation(warm, Setting(64, page_size, "lru"), STEP)
+    counts = simulation.run()
+    assert counts.hit_tokens == 32
+    assert simulation.scheduler.cache.pool.num_cached == (2 * 32 + 43 - 32) // page_size
+    assert simulation.scheduler.check() == []
 
 
 def test_each_sample_of_a_request_ends_after_its_own_tokens() -> None:
