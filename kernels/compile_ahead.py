@@ -6,26 +6,30 @@ loaded by the thread that compiled it, with its launcher, which Triton 3.6 build
 nothing is compiled, in Triton's interpreter, launches within it run as ever.
 """
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from triton import knobs
+from triton import compiler, knobs
 from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
 from triton.runtime.jit import JITFunction
 
 from kernels.built_modules import load_apart
+from kernels.compile_processes import CompileProcesses, take_begun
 from kernels.launcher import set_compiling
 
 MAX_THREADS = 16
 
+log = logging.getLogger(__name__)
+
 
 class CompileQueue(Executor):
-    """Takes what there is to compile and begins none of it before `begin`."""
+    """Takes what there is to compile and begins none of it before `compile_all`."""
 
     def __init__(self) -> None:
         self.source = ""  # of the kernel that is asked for, before it is submitted
@@ -40,14 +44,15 @@ class CompileQueue(Executor):
         self._tasks.append((order, future, lambda: task(*arguments, **options)))
         return future
 
-    def begin(self, executor: Executor, device: torch.device) -> None:
-        """Begins all; each is loaded on the device as soon as it is compiled.
+    def compile_all(self, executor: Executor, device: torch.device) -> None:
+        """Each is loaded on the device as soon as it is compiled; waits for all.
 
         One variant of every kernel, then the second ones, long kernels first: a kernel that takes longest is
         then not the last to begin, whichever it is.
         """
         for _, future, task in sorted(self._tasks, key=lambda entry: entry[0]):
             executor.submit(_compile_and_load, future, task, device)
+        wait([future for _, future, _ in self._tasks])
 
     def fail(self, error: BaseException) -> None:
         """Nothing more will be compiled: whoever waits gets this error."""
@@ -65,15 +70,18 @@ def compiling(device: torch.device) -> Iterator[None]:
     load_apart()
     queue = CompileQueue()
     kernels: dict[int, Any] = {}
-    threads = min(MAX_THREADS, os.cpu_count() or 1)
     with ExitStack() as stack:
+        threads = min(MAX_THREADS, os.cpu_count() or 1)
+        if (processes := take_begun()) is not None:
+            threads = stack.enter_context(processes).count
+            stack.enter_context(_compiled_by(processes))
         executor = stack.enter_context(ThreadPoolExecutor(threads, "compile"))
         stack.enter_context(_binaries_alone())
-        stack.enter_context(AsyncCompileMode(queue))  # its end waits for the compilers
+        stack.enter_context(AsyncCompileMode(queue))  # its end tells kernels what was compiled for them
         try:
             with _asking(queue, kernels):
                 yield
-            queue.begin(executor, device)
+            queue.compile_all(executor, device)
         except BaseException as error:
             queue.fail(error)
             raise
@@ -102,6 +110,25 @@ def _asking(queue: CompileQueue, kernels: dict[int, Any]) -> Iterator[None]:
 
 
 @contextmanager
+def _compiled_by(processes: CompileProcesses) -> Iterator[None]:
+    """Kernels are compiled by a process; the thread that waits for it then finds them in the cache."""
+    compile_here = compiler.compile
+    is_on = [True]  # kernels take the function when they are first launched, and keep it
+
+    def compile_there(source: Any, **options: Any) -> Any:
+        if is_on and (why := processes.compile(source, options)):
+            log.warning("event=compiled_here kernel=%s why=%r", source.name, why)
+        return compile_here(source, **options)
+
+    compiler.compile = compile_there
+    try:
+        yield
+    finally:
+        compiler.compile = compile_here
+        is_on.clear()
+
+
+@contextmanager
 def _binaries_alone() -> Iterator[None]:
     """Of what a compiler makes on its way only the end is kept: each start reads all that is there."""
     before = knobs.compilation.store_binary_only
@@ -113,6 +140,8 @@ def _binaries_alone() -> Iterator[None]:
 
 
 def _compile_and_load(future: "Future[Any]", compile_kernel: Callable[[], Any], device: torch.device) -> None:
+    if future.done():  # the start was broken off
+        return
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)

@@ -45,7 +45,7 @@ def test_nothing_begins_before_all_is_known_and_variants_take_turns() -> None:
     futures = [ask("long source", "a1"), ask("long source", "a2"), ask("short", "b1"), ask("short", "b2")]
     assert log == []
     with ThreadPoolExecutor(1) as executor:
-        queue.begin(executor, CPU)
+        queue.compile_all(executor, CPU)
     steps = [f"{what} {name}" for name in ("a1", "b1", "a2", "b2") for what in ("compile", "load")]
     assert log == steps
     assert [future.result().name for future in futures] == ["a1", "a2", "b1", "b2"]
@@ -59,7 +59,7 @@ def test_a_compiler_that_fails_is_heard_by_who_waits_and_no_other() -> None:
 
     broken, sound = queue.submit(fail), queue.submit(lambda: Compiled("a", log))
     with ThreadPoolExecutor(2) as executor:
-        queue.begin(executor, CPU)
+        queue.compile_all(executor, CPU)
     assert isinstance(broken.exception(0), ValueError)
     assert sound.result(0).name == "a"
 
