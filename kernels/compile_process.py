@@ -6,12 +6,14 @@ with its connection, so none outlives the process that asked.
 
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
 from triton import knobs
 from triton.backends.nvidia import driver
 from triton.compiler import ASTSource
@@ -26,8 +28,10 @@ def serve(modules: Sequence[str], descriptors: Sequence[int]) -> None:
         import_module(module)
     triton_key()  # once for all children
     knobs.compilation.store_binary_only = True
+    assert not torch.cuda.is_initialized(), "a device does not survive a fork"
+    assert "grpc" not in sys.modules, "gRPC does not survive a fork"
     for descriptor in descriptors:
-        if os.fork() == 0:  # noqa: TID251  # a process without CUDA, gRPC or threads
+        if os.fork() == 0:  # noqa: TID251  # see above
             _close_all_but(descriptor, descriptors)
             _answer(Connection(descriptor))
             os._exit(0)
