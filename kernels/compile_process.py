@@ -28,7 +28,8 @@ def serve(modules: Sequence[str], descriptors: Sequence[int]) -> None:
         import_module(module)
     triton_key()  # once for all children
     knobs.compilation.store_binary_only = True
-    assert not torch.cuda.is_initialized(), "a device does not survive a fork"
+    is_open = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    assert not is_open, "a device does not survive a fork"
     assert "grpc" not in sys.modules, "gRPC does not survive a fork"
     for descriptor in descriptors:
         if os.fork() == 0:  # noqa: TID251  # see above
