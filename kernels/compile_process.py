@@ -33,9 +33,11 @@ def serve(modules: Sequence[str], descriptors: Sequence[int]) -> None:
     assert "grpc" not in sys.modules, "gRPC does not survive a fork"
     for descriptor in descriptors:
         if os.fork() == 0:  # noqa: TID251  # see above
-            _close_all_but(descriptor, descriptors)
-            _answer(Connection(descriptor))
-            os._exit(0)
+            try:
+                _close_all_but(descriptor, descriptors)
+                _answer(Connection(descriptor))
+            finally:
+                os._exit(0)
     _close_all_but(-1, descriptors)
     for _ in descriptors:
         os.wait()
