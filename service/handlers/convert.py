@@ -65,7 +65,10 @@ def request_from(spec: pb.GenerationSpec, call: Call, defaults: DefaultSampling)
 
 def with_prompt(request: Request, prompt_ids: Sequence[int], max_tokens: int) -> Request:
     """The request with its ids, and with the most tokens it can get."""
-    return replace(request, prompt_ids=prompt_ids, stops=replace(request.stops, max_tokens=max_tokens))
+    stops = request.stops
+    if stops.max_tokens != max_tokens:
+        stops = replace(stops, max_tokens=max_tokens)
+    return replace(request, prompt_ids=prompt_ids, stops=stops)
 
 
 def stream_shape(request: pb.StreamGenerateRequest) -> StreamShape:

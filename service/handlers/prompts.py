@@ -43,7 +43,7 @@ class Prompts:
         """Ids of a validated spec. Raises Failure for what the chat template refuses."""
         kind = spec.WhichOneof("prompt")
         if kind == "token_ids":
-            return array("I", spec.token_ids.ids)
+            return array("I", spec.token_ids.ids[:])  # a list: see validate.Violations.ids
         if kind == "text":
             text = spec.text
             return await self._threads.run(num_bytes(text), lambda: self.tokenizer.encode(text))

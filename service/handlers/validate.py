@@ -73,7 +73,8 @@ class Violations:
 
     def ids(self, path: str, ids: Sequence[int], vocab_size: int) -> None:
         """Token ids below the vocabulary's size."""
-        if ids and (largest := max(ids)) >= vocab_size:
+        # A slice of a repeated field is a list, which is walked in a fraction of the time.
+        if ids and (largest := max(ids[:])) >= vocab_size:
             self.add(path, f"token id {largest} is not below the vocabulary's size {vocab_size}")
 
     def known(self, path: str, value: int, enum: Any, *, may_be_unset: bool = True) -> None:
@@ -88,11 +89,16 @@ def generation(spec: pb.GenerationSpec, vocab_size: int, max_samples: int = MAX_
     if spec.request_id and not REQUEST_ID.fullmatch(spec.request_id):
         found.add("spec.request_id", "must be 1 to 64 characters of [A-Za-z0-9_.:-]")
     prompt(found, spec, "prompt", vocab_size, path="spec.")
-    _sampling(found, spec.sampling, vocab_size, max_samples)
-    _stop(found, spec.stop, vocab_size)
-    _output(found, spec.output)
-    found.number("spec.scheduling", spec.scheduling, "priority", -MAX_PRIORITY, MAX_PRIORITY)
-    found.duration("spec.scheduling", spec.scheduling, "queue_timeout", MAX_DURATION_SECONDS)
+    # What is not set is right, and takes time before every first token.
+    if spec.HasField("sampling"):
+        _sampling(found, spec.sampling, vocab_size, max_samples)
+    if spec.HasField("stop"):
+        _stop(found, spec.stop, vocab_size)
+    if spec.HasField("output"):
+        _output(found, spec.output)
+    if spec.HasField("scheduling"):
+        found.number("spec.scheduling", spec.scheduling, "priority", -MAX_PRIORITY, MAX_PRIORITY)
+        found.duration("spec.scheduling", spec.scheduling, "queue_timeout", MAX_DURATION_SECONDS)
     if len(spec.cache.salt.encode()) > MAX_SALT_BYTES:
         found.add("spec.cache.salt", f"longer than {MAX_SALT_BYTES} bytes")
     _constraint(found, spec)
