@@ -5,10 +5,15 @@ Columns, not one object per sequence: at 256 running sequences the host has 400 
 
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from worker.ids import PageId, Row, SequenceId
 from worker.scheduling.sampling import SamplingParams
+
+NO_PAGES = array("i")  # never changed, as no column of a step is
+NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +41,7 @@ class PageCopy:
     target: PageId
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One batch. Spans are sequences' token ranges: decode spans first, then prefill chunks.
 
     Order on the device: row_starts, page table scatter, page_copies, forward, sampling, token pool
@@ -57,9 +61,9 @@ class Step:
     page_copies: Sequence[PageCopy] = ()
     # Page new_page_ids[j] becomes page number new_page_indexes[j] of row new_page_rows[j]: fresh,
     # shared or re-pointed, all are written the same way, by one scatter.
-    new_page_rows: "array[int]" = field(default_factory=lambda: array("i"))
-    new_page_indexes: "array[int]" = field(default_factory=lambda: array("i"))
-    new_page_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    new_page_rows: "array[int]" = NO_PAGES
+    new_page_indexes: "array[int]" = NO_PAGES
+    new_page_ids: "array[int]" = NO_PAGES
 
     @property
     def num_tokens(self) -> int:
@@ -76,14 +80,13 @@ class TokenLogprob:
     alternatives: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What the device made of a step."""
 
     token_ids: Sequence[int]  # [len(step.sampled)], in that order
-    logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)  # by span index; only who asked
+    logprobs: Mapping[int, TokenLogprob] = NOTHING  # by span index; only who asked
     # By span index: of the prompt tokens at positions start + 1 .. min(end, num_prompt - 1).
-    prompt_logprobs: Mapping[int, Sequence[TokenLogprob]] = field(default_factory=dict)
-    failed: Mapping[int, str] = field(default_factory=dict)  # span index -> why (non-finite logits)
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprob]] = NOTHING
+    failed: Mapping[int, str] = NOTHING  # span index -> why (non-finite logits)
     seconds: float = 0.0  # time on the device
     dead_ends: Collection[int] = ()  # those of `failed` whose constraint left no token
