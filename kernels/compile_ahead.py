@@ -6,7 +6,6 @@ loaded by the thread that compiled it, with its launcher, which Triton 3.6 build
 nothing is compiled, in Triton's interpreter, launches within it run as ever.
 """
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,17 +14,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from triton import compiler, knobs
+from triton import knobs
 from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
 from triton.runtime.jit import JITFunction
 
 from kernels.built_modules import load_apart
-from kernels.compile_processes import CompileProcesses, take_begun
 from kernels.launcher import set_compiling
 
 MAX_THREADS = 16
-
-log = logging.getLogger(__name__)
 
 
 class CompileQueue(Executor):
@@ -72,9 +68,6 @@ def compiling(device: torch.device) -> Iterator[None]:
     kernels: dict[int, Any] = {}
     with ExitStack() as stack:
         threads = min(MAX_THREADS, os.cpu_count() or 1)
-        if (processes := take_begun()) is not None:
-            threads = stack.enter_context(processes).count
-            stack.enter_context(_compiled_by(processes))
         executor = stack.enter_context(ThreadPoolExecutor(threads, "compile"))
         stack.enter_context(_binaries_alone())
         stack.enter_context(AsyncCompileMode(queue))  # its end tells kernels what was compiled for them
@@ -107,25 +100,6 @@ def _asking(queue: CompileQueue, kernels: dict[int, Any]) -> Iterator[None]:
     finally:
         JITFunction.run = run
         set_compiling(False)
-
-
-@contextmanager
-def _compiled_by(processes: CompileProcesses) -> Iterator[None]:
-    """Kernels are compiled by a process; the thread that waits for it then finds them in the cache."""
-    compile_here = compiler.compile
-    is_on = [True]  # kernels take the function when they are first launched, and keep it
-
-    def compile_there(source: Any, **options: Any) -> Any:
-        if is_on and (why := processes.compile(source, options)):
-            log.warning("event=compiled_here kernel=%s why=%r", source.name, why)
-        return compile_here(source, **options)
-
-    compiler.compile = compile_there
-    try:
-        yield
-    finally:
-        compiler.compile = compile_here
-        is_on.clear()
 
 
 @contextmanager

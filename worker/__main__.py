@@ -12,7 +12,6 @@ from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from kernels.compile_processes import begin_if_cold
 from kvatlas.models.config import cache_folder
 from kvatlas.models.errors import ModelError
 from kvatlas.process_age import process_age
@@ -26,10 +25,6 @@ if TYPE_CHECKING:
 
 USAGE_STATUS = 2
 START_STATUS = 1
-KERNEL_MODULES = (
-    "worker.execution.cuda_runner",
-    "kernels.triton_backend",
-)  # what they import has the kernels
 SWITCH_SECONDS = 0.001  # a thread that holds the interpreter gives it up after 1 ms instead of 5 when asked
 
 logger = logging.getLogger("worker")
@@ -59,10 +54,7 @@ def _import_all(config: WorkerConfig) -> None:
     if config.runner == "torch":
         keep_bytecode("torch", cache_folder() / "bytecode")
         uses_cuda = config.device == "cuda"
-        if uses_cuda and config.attention_backend in ("auto", "triton"):
-            begin_if_cold(KERNEL_MODULES)
-        tasks = [head_start.link_torch, head_start.import_worker]
-        tasks += [head_start.open_device, head_start.prepare_triton] if uses_cuda else []
+        tasks = [head_start.open_device, head_start.prepare_triton] if uses_cuda else []
         threads = [head_start.begin(task) for task in tasks]
         with log.log_phase(logger, "import_torch"):
             import_module("torch")

@@ -1,25 +1,19 @@
-"""What a start waits for without the interpreter, on threads beside its imports.
+"""What a start on a GPU waits for without the interpreter, on threads beside its imports.
 
-Linking torch's libraries, opening the GPU and hashing Triton's compiler take a second or two between them,
-and Python has nothing to do with it. Nothing here is needed for anything to be right: who comes to it later
-finds it done, or does it and says why it cannot be. Imports nothing heavy itself.
+Opening the device and hashing Triton's compiler take most of a second between them, and Python has nothing to
+do with it. Nothing here is needed for anything to be right: who comes to it later finds it done, or does it
+and says why it cannot be. Imports nothing heavy itself. What is the interpreter's own work gains nothing on a
+thread: neither other imports, nor the linking of torch's libraries, for which every import of an extension
+waits, interpreter in hand.
 """
 
 import ctypes
 import logging
-import os
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from threading import Thread
 
 from worker.log import log_phase
-
-_TORCH_LIBRARIES = (  # in torch's own order, each with what it links to
-    ("libtorch_global_deps.so", os.RTLD_NOW | os.RTLD_GLOBAL),
-    ("libtorch.so", os.RTLD_NOW),
-)
 
 logger = logging.getLogger("worker.start")
 
@@ -29,23 +23,6 @@ def begin(task: Callable[[], None]) -> Thread:
     thread = Thread(target=_run, args=(task,), name=task.__name__)
     thread.start()
     return thread
-
-
-def link_torch() -> None:
-    """Loads torch's libraries, not its module: the loader is called as any C function, so Python goes on."""
-    spec = find_spec("torch")
-    folders = spec.submodule_search_locations if spec is not None else None
-    if not folders:
-        return
-    dlopen = ctypes.CDLL(None).dlopen
-    dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
-    for name, flags in _TORCH_LIBRARIES:
-        dlopen(os.fsencode(Path(folders[0]) / "lib" / name), flags)
-
-
-def import_worker() -> None:
-    """The worker without torch. Its files and torch's are read at the same time; the interpreter is one."""
-    import_module("worker.process")
 
 
 def open_device() -> None:

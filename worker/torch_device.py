@@ -16,7 +16,6 @@ from typing import cast
 
 import torch
 
-from kernels.compile_processes import take_begun
 from kernels.cpu.library import cpu_library
 from kernels.fp8 import E4M3
 from kvatlas.models.files import ModelFiles
@@ -123,11 +122,7 @@ class TorchDevice:
             because=choice.reason,
         )
         make = _runner(choice, device, deterministic=config.deterministic)
-        try:
-            return make(model, backend, runner_config, device)
-        finally:
-            if (processes := take_begun()) is not None:  # for kernels that this runner does not have
-                processes.close()
+        return make(model, backend, runner_config, device)
 
 
 def _runner(choice: Choice, device: torch.device, *, deterministic: bool) -> Callable[..., Runner]:

@@ -23,32 +23,6 @@ def run_in_a_new_process(code: str) -> str:
     return done.stdout
 
 
-def test_torch_is_linked_but_not_imported_and_then_imports_as_ever() -> None:
-    printed = run_in_a_new_process(
-        """
-        from worker.head_start import link_torch
-        link_torch()
-        maps = open("/proc/self/maps").read()
-        print("libtorch_cpu.so" in maps, "torch" in sys.modules)
-        import torch
-        print(torch.ones(3).sum().item())
-        """
-    )
-    assert printed.split() == ["True", "False", "3.0"]
-
-
-def test_the_worker_without_its_device_needs_no_torch() -> None:
-    """Else the thread that imports it would wait for the one that imports torch."""
-    printed = run_in_a_new_process(
-        """
-        from worker.head_start import import_worker
-        import_worker()
-        print("worker.process" in sys.modules, sorted({"torch", "triton", "gguf"} & sys.modules.keys()))
-        """
-    )
-    assert printed.strip() == "True []"
-
-
 def test_triton_can_be_prepared_without_torch() -> None:
     """Names and imports that worker.head_start relies on; building the driver's part needs a driver."""
     pytest.importorskip("triton", reason="Triton has wheels for Linux only")
