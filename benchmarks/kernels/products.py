@@ -2,7 +2,8 @@
 
 Every call of a graph has a weight of its own, so that all bytes come from memory; our launches are dependent
 ones as in a decode step. `python -m benchmarks.kernels.products [--tune] [--shapes qwen3-0.6b llama-3.1-8b]`
-on a CUDA device prints a line per product; --out writes all figures as JSON.
+on a CUDA device prints a line per product, and `--layers` one per way through the four products of a layer,
+as they follow each other; --out writes all figures as JSON.
 """
 
 import argparse
@@ -15,13 +16,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 from triton.testing import do_bench
 
 from kernels import few_rows, matvec
 from kernels.dependent_launch import dependent_launches
 from kernels.few_rows import FewRowsLaunch, Scaled, add_product, product
 from kernels.matvec import MatvecLaunch
-from kernels.rms_norm import add_rms_norm
+from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.silu_mul import silu_mul
 
 COLD_BYTES = 400 << 20  # of weights in one graph: many times what the caches hold
@@ -63,6 +65,17 @@ PRODUCTS = {
         Product("head", 128256, 4096, has_norm=True),
     ],
 }
+
+
+def graph_microseconds(run: Callable[[], object], *, is_dependent: bool) -> float:
+    """Of a graph of run()."""
+    with dependent_launches(is_dependent):
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+    return float(do_bench(graph.replay, return_mode="median", warmup=3, rep=12)) * 1e3
 
 
 class Case:
@@ -108,7 +121,7 @@ class Case:
         x = self.x
         if self.layer.has_norm:
             x = add_rms_norm(x, self.residual, self.norm, 1e-6)
-        result = torch.nn.functional.linear(x, weight)
+        result = linear(x, weight)
         return silu_mul(result) if self.layer.is_gated else result
 
     def plain(self, weight: Tensor) -> Tensor:
@@ -124,15 +137,10 @@ class Case:
 
     def microseconds(self, run: Callable[[Tensor], object], *, is_dependent: bool) -> float:
         """Of one call, in a graph of one call a weight."""
-        with dependent_launches(is_dependent):
-            run(self.weights[0])
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for weight in self.weights:
-                    run(weight)
-        median = do_bench(graph.replay, return_mode="median", warmup=3, rep=12)
-        return float(median) / len(self.weights) * 1e3
+        total = graph_microseconds(
+            lambda: [run(weight) for weight in self.weights], is_dependent=is_dependent
+        )
+        return total / len(self.weights)
 
     def error(self, launch: Launch) -> float:
         """Relative to the fp32 product, over all elements."""
@@ -142,6 +150,68 @@ class Case:
             found = self.ours(weight, launch).float()
         self.residual.copy_(kept)
         return float((found - expected).norm() / expected.norm())
+
+
+class Layers:
+    """The products of several layers in turn, with what a decode step has between them but its attention."""
+
+    def __init__(self, shape: str, num_rows: int) -> None:
+        parts = PRODUCTS[shape][:4]
+        qkv, output = parts[:2]
+        self.num_rows = num_rows
+        depth = max(2, 2 * COLD_BYTES // sum(part.num_bytes for part in parts))
+        make = {"device": "cuda", "dtype": torch.bfloat16}
+        self.weights = [
+            [torch.randn(part.outputs, part.width, **make).mul_(part.width**-0.5) for part in parts]
+            for _ in range(depth)
+        ]
+        self.residual, self.gain = torch.randn(num_rows, qkv.width, **make), torch.randn(qkv.width, **make)
+        self.attended = torch.randn(num_rows, output.width, **make)
+
+    def one_row(self) -> None:
+        """All ours."""
+        residual, gain = self.residual, self.gain
+        for qkv, output, gate_up, down in self.weights:
+            matvec.matvec(residual, qkv, norm=gain)
+            matvec.matvec(self.attended, output, residual=residual)
+            active = matvec.matvec(residual, gate_up, norm=gain, gated=True)
+            matvec.matvec(active, down, residual=residual)
+
+    def few_rows(self) -> None:
+        """All ours."""
+        normed: Tensor | Scaled = rms_norm(self.residual, self.gain, 1e-6)
+        for qkv, output, gate_up, down in self.weights:
+            product(normed, qkv)
+            scaled = add_product(self.attended, output, self.residual, self.gain)
+            normed = add_product(product(scaled, gate_up, gated=True), down, self.residual, self.gain)
+
+    def library(self, *, gated_is_ours: bool) -> None:
+        """The library's, but perhaps for the one with the activation in it."""
+        normed = rms_norm(self.residual, self.gain, 1e-6)
+        for qkv, output, gate_up, down in self.weights:
+            linear(normed, qkv)
+            normed = add_rms_norm(linear(self.attended, output), self.residual, self.gain, 1e-6)
+            if gated_is_ours:
+                active = product(normed, gate_up, gated=True)
+            else:
+                active = silu_mul(linear(normed, gate_up))
+            normed = add_rms_norm(linear(active, down), self.residual, self.gain, 1e-6)
+
+    def microseconds(self) -> dict[str, float]:
+        """Of one layer, by way."""
+        figures = {"library": self._timed(lambda: self.library(gated_is_ours=False), is_dependent=False)}
+        if self.num_rows <= few_rows.MAX_ROWS:
+            ours = self.one_row if self.num_rows == 1 else self.few_rows
+            figures["ours"] = self._timed(ours, is_dependent=False)
+            figures["ours, dependent"] = self._timed(ours, is_dependent=True)
+            figures["library, gated ours"] = self._timed(
+                lambda: self.library(gated_is_ours=True), is_dependent=False
+            )
+        return figures
+
+    def _timed(self, run: Callable[[], object], *, is_dependent: bool) -> float:
+        self.residual.normal_()  # products were added to it
+        return round(graph_microseconds(run, is_dependent=is_dependent) / len(self.weights), 1)
 
 
 def launches(layer: Product, num_rows: int, tune: bool) -> list[Launch]:
@@ -219,26 +289,41 @@ def compile_all(cases: Sequence[tuple[Product, int]], processes: int) -> None:
         pool.map(_compile, tasks, chunksize=4)
 
 
-def main() -> None:
-    """Prints the best of each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--shapes", nargs="*", default=list(PRODUCTS))
-    parser.add_argument("--rows", nargs="*", type=int, default=[1, 8, 64])
-    parser.add_argument("--processes", type=int, default=14, help="that compile at once")
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+def measure_products(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Prints the best launches of each product."""
     cases = [
         (layer, rows) for shape in arguments.shapes for layer in PRODUCTS[shape] for rows in arguments.rows
     ]
     if arguments.tune:
         compile_all(cases, arguments.processes)
-    figures = []
     for layer, num_rows in cases:
         found = measure(layer, num_rows, arguments.tune)
-        figures.append(found)
         best = found["ours"][:3] if isinstance(found["ours"], list) else []
         print(*(found[key] for key in ("product", "rows", "limit_us", "library_us")), *best, flush=True)
+        yield found
+
+
+def measure_layers(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Prints each way through a layer."""
+    for shape, num_rows in itertools.product(arguments.shapes, arguments.rows):
+        found = Layers(shape, num_rows).microseconds()
+        print(shape, num_rows, found, flush=True)
+        yield {"shape": shape, "rows": num_rows, "layer_us": found}
+
+
+def main() -> None:
+    """Prints what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--layers", action="store_true")
+    parser.add_argument("--shapes", nargs="*", default=list(PRODUCTS))
+    parser.add_argument("--rows", nargs="*", type=int, default=[1, 8, 64])
+    parser.add_argument("--processes", type=int, default=14, help="that compile at once")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    figures = []
+    for found in (measure_layers if arguments.layers else measure_products)(arguments):
+        figures.append(found)
         if arguments.out:
             arguments.out.write_text(json.dumps(figures, indent=1))
 
