@@ -57,3 +57,29 @@ def test_rows_past_the_batch_are_not_written():
     scaled = add_product(x, weight, residual[:3], gain, launch=FewRowsLaunch(block=64))
     assert isinstance(scaled, Scaled)
     assert (residual[3:] == 7.0).all()
+
+
+@pytest.mark.parametrize("launch", [FewRowsLaunch(block=32), SPLIT], ids=["whole", "split"])
+def test_what_lies_beyond_a_row_or_a_tile_counts_for_nothing(launch):
+    """NaN lies behind the rows and the outputs, in the same memory; the last tile and block are partial."""
+
+    def within(num_rows: int, width: int) -> torch.Tensor:
+        around = torch.full((num_rows + 70, width), torch.nan)
+        around[:num_rows] = torch.randn(num_rows, width)
+        return around[:num_rows]
+
+    x, weight = within(3, 72), within(70, 72)
+    torch.testing.assert_close(product(x, weight, launch=launch), x @ weight.T, **CLOSE)
+    gated = product(x, weight / 10, gated=True, launch=launch)
+    torch.testing.assert_close(gated, reference.silu_mul(x @ weight.T / 10), **CLOSE)
+
+
+@pytest.mark.parametrize("launch", [FewRowsLaunch(block=32), SPLIT], ids=["whole", "split"])
+def test_a_row_that_is_not_a_number_stays_alone(launch):
+    """Through its product, its residual, its norm and the gated product: no other row has NaN."""
+    x, weight, residual = torch.randn(4, 64), torch.randn(96, 64), torch.randn(4, 96)
+    x[1] = torch.nan
+    scaled = add_product(x, weight, residual, torch.randn(96), launch=launch)
+    assert residual.isnan().any(1).tolist() == [False, True, False, False]
+    found = product(scaled, torch.randn(64, 96), gated=True, launch=launch)
+    assert found.isnan().any(1).tolist() == [False, True, False, False]
