@@ -258,8 +258,8 @@ def device_seconds(step: Step) -> float:
     return 0.006 + 15e-6 * (context - sum(step.starts)) + 10e-6 * step.num_decode + 4e-9 * context
 
 
-def speed(seconds: float, rate: float) -> dict[str, Any]:
-    """Ten minutes of 50 requests a second through what-if."""
+def record_load(seconds: float, rate: float, folder: Path) -> dict[str, Any]:
+    """Conversations through a worker's control plane in virtual time; what was recorded, in which file."""
     turns = conversations(
         5,
         seconds=seconds,
@@ -274,18 +274,37 @@ def speed(seconds: float, rate: float) -> dict[str, Any]:
     config = small_config(
         8192, 16, 256, 2048, 2048, event_capacity=1 << 17, watermark_pages=None, fingerprint_key=b"speed"
     )
+    worker = RecordedWorker(config, folder, step_seconds=device_seconds)
+    worker.recorder.start_recording(RecordingOptions(max_seconds=1e9, max_bytes=1 << 32))
+    run_turns(worker, turns)
+    info = worker.recorder.stop_recording("")
+    return {
+        "file": f"{info.recording_id}.kvrec",
+        "requests": len(turns),
+        "prompt_tokens": sum(len(turn.prompt) for turn in turns),
+        "output_tokens": sum(len(turn.answer) for turn in turns),
+        "recording_bytes": info.num_bytes,
+        "recorded_events": info.num_events,
+    }
+
+
+def recorded_apart(seconds: float, rate: float, folder: Path) -> dict[str, Any]:
+    """`record_load` in a process that ends with it: what-if reads files that another process wrote."""
+    command = [sys.executable, "-m", "benchmarks.what_if", "--record-into", str(folder)]
+    command += ["--speed-seconds", str(seconds), "--speed-rate", str(rate)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def speed(seconds: float, rate: float) -> dict[str, Any]:
+    """Ten minutes of 50 requests a second through what-if."""
     with TemporaryDirectory(prefix="kvw-") as name:
+        recorded = recorded_apart(seconds, rate, Path(name))
+        print(f"recorded {recorded}", flush=True)
         began = time.process_time()
-        worker = RecordedWorker(config, Path(name), step_seconds=device_seconds)
-        worker.recorder.start_recording(RecordingOptions(max_seconds=1e9, max_bytes=1 << 32))
-        run_turns(worker, turns)
-        info = worker.recorder.stop_recording("")
-        made = time.process_time() - began
-        began = time.process_time()
-        loaded = load(Path(name) / f"{info.recording_id}.kvrec")
+        loaded = load(Path(name) / recorded.pop("file"))
         loading = time.process_time() - began
-    size = f"{info.num_events:,} events, {info.num_bytes:,} bytes"
-    print(f"{len(turns)} requests recorded in {made:.0f} s: {size}", flush=True)
     assert loaded.step_time is not None
     calm_collector()
     rows = []
@@ -313,12 +332,9 @@ def speed(seconds: float, rate: float) -> dict[str, Any]:
             )
             print(json.dumps(rows[-1]), flush=True)
     return {
-        "requests": len(turns),
-        "prompt_tokens": sum(len(turn.prompt) for turn in turns),
-        "output_tokens": sum(len(turn.answer) for turn in turns),
+        **recorded,
         "trace_seconds": loaded.trace.seconds,
         "recorded_hit_ratio": loaded.observed.hit_ratio,
-        "recording_bytes": info.num_bytes,
         "load_seconds": loading,
         "peak_megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "rows": rows,
@@ -335,9 +351,13 @@ def main() -> None:
         "--speed-seconds", type=float, default=600.0, help="of the recording of the speed part"
     )
     parser.add_argument("--speed-rate", type=float, default=50.0)
+    parser.add_argument("--record-into", type=Path, help="folder: only makes the recording of the speed part")
     parser.add_argument("--only", choices=("honesty", "speed"), help="one part")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
     options = parser.parse_args()
+    if options.record_into is not None:
+        print(json.dumps(record_load(options.speed_seconds, options.speed_rate, options.record_into)))
+        return
     figures: dict[str, Any] = {}
     if options.only != "speed":
         plan = real_plan(options.model, options.seconds, options.rate) if options.model else None
