@@ -229,7 +229,7 @@ class Engine:
         if len(self._in_flight) != 1:
             return False
         launched = self._in_flight[0]
-        if not first_tokens.are_there(launched.step, launched.handle):
+        if not first_tokens.are_there(launched.step, launched.handle, self._scheduler.num_live):
             return False
         self._commit_oldest()
         self._publish()

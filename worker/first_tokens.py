@@ -31,17 +31,19 @@ def let_them_go() -> None:
 def are_there(
     step: Step,
     handle: StepHandle,
+    num_live: int,
     *,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
     """Whether the step has first tokens that can be had now.
 
-    Waits a little for them where nobody else streams; other threads have the interpreter meanwhile.
+    Waits a little for them where nobody else streams or waits for a step, so of `num_live` sequences none is
+    outside of this one; other threads have the interpreter meanwhile.
     """
     if not has_any(step):
         return False
-    if step.num_decode:
+    if step.num_decode or num_live > len(step.rows):
         return handle.is_ready()
     end = clock() + WAIT_SECONDS
     while not handle.is_ready():

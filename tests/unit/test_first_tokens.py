@@ -179,12 +179,18 @@ def step(num_decode: int, num_prompts: int, num_sampled: int) -> Step:
 
 def test_nobody_waits_where_others_stream_or_no_prompt_is_complete() -> None:
     slept: list[float] = []
-    assert first_tokens.are_there(step(0, 1, 1), Handle(3), sleep=slept.append)
+
+    def are_there(step: Step, looks: int, num_live: int) -> bool:
+        return first_tokens.are_there(step, Handle(looks), num_live, sleep=slept.append)
+
+    assert are_there(step(0, 1, 1), looks=3, num_live=1)
     assert slept == [first_tokens.POLL_SECONDS] * 3
-    assert not first_tokens.are_there(step(2, 1, 3), Handle(3), sleep=slept.append)
-    assert first_tokens.are_there(step(2, 1, 3), Handle(0), sleep=slept.append)
-    assert not first_tokens.are_there(step(2, 1, 2), Handle(0), sleep=slept.append)
-    assert not first_tokens.are_there(step(0, 1, 0), Handle(0), sleep=slept.append)
+    assert not are_there(step(0, 1, 1), looks=3, num_live=2), "somebody waits for the next step"
+    assert are_there(step(0, 1, 1), looks=0, num_live=2)
+    assert not are_there(step(2, 1, 3), looks=3, num_live=3), "two others stream"
+    assert are_there(step(2, 1, 3), looks=0, num_live=3)
+    assert not are_there(step(2, 1, 2), looks=0, num_live=3), "the prompt is not complete"
+    assert not are_there(step(0, 1, 0), looks=0, num_live=1)
     assert len(slept) == 3
 
 
@@ -192,6 +198,6 @@ def test_the_wait_has_an_end() -> None:
     now = iter([0.0, 0.0001, first_tokens.WAIT_SECONDS + 0.0001])
     slept: list[float] = []
     assert not first_tokens.are_there(
-        step(0, 1, 1), Handle(1000), clock=lambda: next(now), sleep=slept.append
+        step(0, 1, 1), Handle(1000), 1, clock=lambda: next(now), sleep=slept.append
     )
     assert len(slept) == 1
