@@ -6,6 +6,7 @@ that moment, whichever file it came from, and writes this file's functions into 
 holds another kernel's launcher, and two threads can each get the other's.
 """
 
+import logging
 from collections.abc import Callable
 from threading import Lock
 from types import SimpleNamespace
@@ -13,21 +14,31 @@ from typing import Any
 
 from triton.runtime import build
 
+LOADER = "_load_module_from_path"  # of Triton 3.6 to 3.9, not for others to use: it may go
+
 _lock = Lock()
+
+log = logging.getLogger(__name__)
 
 
 def load_apart() -> None:
-    """From now on Triton loads what it built through this module; once for the process."""
+    """From now on Triton loads what it built through this module; once for the process.
+
+    Where Triton has no such function it loads by itself, which is said in the log.
+    """
     with _lock:
-        if not isinstance(build._load_module_from_path, _Loader):
-            build._load_module_from_path = _Loader(build._load_module_from_path)
+        load = getattr(build, LOADER, None)
+        if load is None:
+            log.warning("event=modules_not_apart why='triton.runtime.build has no %s'", LOADER)
+        elif not isinstance(load, _Loader):
+            setattr(build, LOADER, _Loader(load))
 
 
 class _Loader:
-    def __init__(self, load: Callable[[str, str], Any]) -> None:
+    def __init__(self, load: Callable[..., Any]) -> None:
         self._load = load
 
-    def __call__(self, name: str, path: str) -> SimpleNamespace:
-        """What the file at `path` defines, in an object that nobody writes to later."""
+    def __call__(self, *arguments: Any, **named: Any) -> SimpleNamespace:
+        """What the file defines, in an object that nobody writes to later. Arguments are Triton's own."""
         with _lock:
-            return SimpleNamespace(**vars(self._load(name, path)))
+            return SimpleNamespace(**vars(self._load(*arguments, **named)))

@@ -9,8 +9,8 @@ nothing is compiled, in Triton's interpreter, launches within it run as ever.
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class CompileQueue(Executor):
     def fail(self, error: BaseException) -> None:
         """Nothing more will be compiled: whoever waits gets this error."""
         for _, future, _ in self._tasks:
-            if not future.done():
+            with suppress(InvalidStateError):  # compiled already, perhaps this very moment
                 future.set_exception(error)
 
 

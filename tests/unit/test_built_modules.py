@@ -76,3 +76,31 @@ def test_threads_get_the_launchers_that_they_asked_for(tmp_path: Path) -> None:
         tmp_path,
     )
     assert printed.strip() == "[]"
+
+
+def test_a_triton_without_that_function_is_left_alone(tmp_path: Path) -> None:
+    """It is not Triton's promise: a start must not end for want of it."""
+    printed = run(
+        """
+        del build._load_module_from_path
+        from kernels.built_modules import load_apart
+        load_apart()
+        print(hasattr(build, "_load_module_from_path"))
+        """,
+        tmp_path,
+    )
+    assert printed.strip() == "False"
+
+
+def test_a_loader_with_more_arguments_gets_them(tmp_path: Path) -> None:
+    printed = run(
+        """
+        from types import SimpleNamespace
+        build._load_module_from_path = lambda *got, **named: SimpleNamespace(got=(*got, *named.values()))
+        from kernels.built_modules import load_apart
+        load_apart()
+        print(*build._load_module_from_path("name", "path", language="c++").got)
+        """,
+        tmp_path,
+    )
+    assert printed.split() == ["name", "path", "c++"]

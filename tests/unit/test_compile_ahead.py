@@ -82,6 +82,17 @@ def test_an_error_while_asking_ends_the_wait_and_restores_what_was_set() -> None
     assert knobs.compilation.store_binary_only == before
 
 
+def test_an_error_while_a_kernel_is_just_compiled_leaves_that_kernel() -> None:
+    """The error is what the start ends with, not that a compiler was quicker."""
+    queue, log = CompileQueue(), list[str]()
+    quick, slow = (queue.submit(lambda: Compiled("a", log)) for _ in range(2))
+    quick.done = lambda: False  # when somebody looked
+    quick.set_result("compiled")
+    queue.fail(KeyError("asked wrongly"))
+    assert quick.result(0) == "compiled"
+    assert isinstance(slow.exception(0), KeyError)
+
+
 # Triton with the target of a GPU that is not there: it compiles for real and loads into this log.
 A_DRIVER = """
 import os, pathlib

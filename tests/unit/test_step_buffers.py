@@ -53,6 +53,14 @@ class Careless(SlowEvent):
         """At once."""
 
 
+class Failed(SlowEvent):
+    """Of a device that came to grief."""
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        raise RuntimeError("an illegal memory access was encountered")
+
+
 def step(buffer: StepBuffer) -> None:
     """On the device: the id is the row, doubled."""
     buffer.results[0, 0] = 2 * buffer.batch[0, 0]
@@ -138,3 +146,14 @@ def test_memory_is_let_go_only_when_the_device_is_past_every_step() -> None:
             stream.enqueue(lambda buffer=buffer: step(buffer))
     buffers.close()
     assert stream.done == 3
+
+
+def test_the_end_of_a_failed_device_is_no_failure_of_its_own() -> None:
+    """Else nothing of what is closed after the buffers would be closed."""
+    stream = SlowStream()
+    buffers = StepBuffers(1, lambda: Failed(stream), is_pinned=False, depth=4)
+    for buffer in buffers._buffers:
+        stream.enqueue(lambda: None)
+        buffer.event.record()
+    buffers.close()
+    assert stream.done == 4, "waited for all of them"

@@ -5,7 +5,7 @@ Owns the memory and the events. A buffer is written again only when the device i
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -60,9 +60,13 @@ class StepBuffers:
             buffer.event.record()
 
     def close(self) -> None:
-        """Waits until the device is past every step: the memory may be somebody else's after this."""
+        """Waits until the device is past every step: the memory may be somebody else's after this.
+
+        A device that failed is past all it will ever do; who waits for a result is told why.
+        """
         for buffer in self._buffers:
-            buffer.event.synchronize()
+            with suppress(RuntimeError):
+                buffer.event.synchronize()
 
 
 class StepOutcome:
