@@ -43,7 +43,6 @@ class SampleLaunch:
 class SampleScratch:
     """Results, and what programs of one row leave for one another. Made once; lives in the CUDA graph."""
 
-    results: Tensor  # uint8 [5 * max_rows]: ids, then is_finite, so that both travel in one copy
     ids: Tensor  # int32 [max_rows]
     is_finite: Tensor  # bool [max_rows]
     lowest: Tensor  # fp32 [max_rows]: lowest kept logit
@@ -68,11 +67,9 @@ def make_scratch(
     if device.type == "cuda":
         programs = launch.programs_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
     parts = triton.cdiv(vocab_size, 4 * launch.counters)
-    results = torch.zeros(5 * max_rows, dtype=torch.uint8, device=device)
     return SampleScratch(
-        results=results,
-        ids=results[: 4 * max_rows].view(torch.int32),
-        is_finite=results[4 * max_rows :].view(torch.bool),
+        ids=torch.zeros(max_rows, dtype=torch.int32, device=device),
+        is_finite=torch.zeros(max_rows, dtype=torch.bool, device=device),
         lowest=torch.full((max_rows,), float("-inf"), device=device),
         candidates=torch.empty(max_rows, room, device=device),
         part_scores=torch.empty(max_rows, parts, device=device),
