@@ -268,13 +268,15 @@ class WorkerLink:
             self._lose(LostReason.PARTITION, f"silent for {now - self.beat_time:.1f} s")
 
     def _lose(self, reason: LostReason, why: str) -> None:
+        """Ends this connection and begins the next; a worker that starts is absent until it has one."""
         if self._is_closed or not self._sockets.is_open:
             return
         is_news = self.is_up or why != self._last_why
         self._last_why = why
         log.log(
             logging.WARNING if is_news else logging.DEBUG,
-            "event=worker_lost worker=%s reason=%s why=%r sequences=%d",
+            "event=%s worker=%s reason=%s why=%r sequences=%d",
+            "worker_lost" if self.is_up else "worker_absent",
             self.worker_id,
             reason.value,
             why,

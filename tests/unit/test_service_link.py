@@ -1,0 +1,84 @@
+"""What a service's link to a worker says in the log of a worker that is lost, or was never there."""
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+import zmq
+
+from service.fleet import link as link_module
+from service.fleet.link import WorkerLink
+from service.fleet.seam import SeamClient
+from service.request import LostReason
+
+WAIT_SECONDS = 60.0  # only ends a test that hangs
+
+
+class Sockets:
+    """Of LinkSockets, without a socket."""
+
+    def __init__(self, address: str, **_: Any) -> None:
+        self.is_open = False
+
+    def open(self, first: bytes) -> None:
+        self.is_open = True
+
+    def close(self, linger_ms: int = 0) -> None:
+        self.is_open = False
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "service.link"]
+
+
+def link_on(loop: asyncio.AbstractEventLoop) -> WorkerLink:
+    address = "ipc:///nowhere"
+    return WorkerLink(
+        address,
+        context=zmq.Context.instance(),
+        loop=loop,
+        instance_id="s",
+        service_epoch=1,
+        version="",
+        seam=SeamClient(address, None, loop.time, lambda why: None),
+    )
+
+
+async def until_absent(caplog: pytest.LogCaptureFixture) -> None:
+    link = link_on(asyncio.get_running_loop())
+    link.open()
+    async with asyncio.timeout(WAIT_SECONDS):
+        while len(messages(caplog)) < 2:
+            await asyncio.sleep(0.01)
+    link.close()
+
+
+def test_a_worker_that_has_not_said_anything_yet_is_absent_not_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A start may take longer than a Hello waits; it is said once, then only for who looks closely."""
+    monkeypatch.setattr(link_module, "LinkSockets", Sockets)
+    monkeypatch.setattr(link_module, "HELLO_SECONDS", 0.01)
+    caplog.set_level(logging.DEBUG, "service.link")
+    asyncio.run(until_absent(caplog))
+    first, second = [record for record in caplog.records if record.name == "service.link"][:2]
+    assert first.getMessage().startswith("event=worker_absent worker=ipc:///nowhere")
+    assert "no answer to Hello" in first.getMessage()
+    assert (first.levelno, second.levelno) == (logging.WARNING, logging.DEBUG)
+
+
+def test_a_worker_that_was_there_is_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(link_module, "LinkSockets", Sockets)
+
+    async def lose() -> None:
+        link = link_on(asyncio.get_running_loop())
+        link.open()
+        link.is_up = True
+        link._lose(LostReason.CRASH, "gone")
+        link.close()
+
+    asyncio.run(lose())
+    assert messages(caplog)[0].startswith("event=worker_lost worker=ipc:///nowhere reason=crash")
