@@ -144,9 +144,9 @@ def plan_decode(plan: DecodePlan, rows: Tensor, kv_lens: Tensor) -> None:
 @triton.jit
 def _chunk_by_batch(length, multiprocessors, wave, most, KV_HEADS: tl.constexpr, GRAIN: tl.constexpr):
     """Tokens of a chunk: of one wave of tiles, where the lengths are such that so many, or up to `most`, hold
-    them. Else for a queue: two tiles a multiprocessor while there are few tokens, 16 or tiles of 1,024 tokens
-    where there are many. The last token of a span is not counted, so padding, spans of one token, changes
-    nothing.
+    them. Else for a queue: two tiles a multiprocessor while there are few tokens; where there are many 16,
+    fewer where that leaves 1,024 tokens a tile, or 8 with up to 2,048. The last token of a span is not
+    counted, so padding, spans of one token, changes nothing.
     """
     others = tl.maximum(length - 1, 0)
     tokens = tl.sum(others.to(tl.int64), 0) * KV_HEADS
@@ -155,7 +155,8 @@ def _chunk_by_batch(length, multiprocessors, wave, most, KV_HEADS: tl.constexpr,
     at_once = tl.maximum(share + share // 32 + GRAIN // 4, GRAIN)
     tiles = tl.sum((others + at_once - 1) // at_once, 0) * KV_HEADS
     half = tokens // (2 * multiprocessors)
-    queued = tl.where(half <= 2048, tl.maximum(half, 2 * GRAIN), tl.maximum(half // 8, 1024))
+    large = tl.maximum(tl.maximum(half // 8, 1024), tl.minimum(half // 4, 2048))
+    queued = tl.where(half <= 2048, tl.maximum(half, 2 * GRAIN), large)
     return tl.where(tiles <= most, at_once, queued).to(tl.int32)
 
 
@@ -223,6 +224,4 @@ def _plan_kernel(
         tl.store(record + 3, tl.minimum((index + 1) * chunk, length), mask=here)
         tl.store(record + 4, index, mask=here)
         tl.store(record + 5, count, mask=here)
-    # Decode attention may read the list before it has waited for the kernels in between.
-    tl.debug_barrier()
-    tl.atomic_xchg(num_chunks, listed, sem="release")
+    tl.store(num_chunks, listed)

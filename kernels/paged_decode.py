@@ -27,7 +27,7 @@ def paged_decode(
 
     q and result [num_spans, num_heads, head_dim]; kv.k, kv.v [num_slots, num_kv_heads, head_dim], contiguous;
     page_table int32 [num_rows, width]; `out`, contiguous, receives the result. Reads nothing past kv_lens, so
-    unused slots may hold NaN. The list may be read before kernels between it and plan_decode have ended.
+    unused slots may hold NaN.
     """
     num_spans, num_heads, head_dim = q.shape
     num_kv_heads = kv.k.shape[1]
@@ -97,12 +97,11 @@ def _decode_kernel(
     mask = (members < GROUP)[:, None] & (dims < DIM)[None, :]
     if PDL:
         gdc_launch_dependents()
+        gdc_wait()
     tile = tl.program_id(0)
     # All at once, and before it is known whether the list has this entry: one latency instead of two.
-    total = tl.load(num_chunks, cache_modifier=".cg") * KV_HEADS
+    total = tl.load(num_chunks) * KV_HEADS
     span, row, begin, end, index, count = _entry(chunks, tile // KV_HEADS, RECORD)
-    if PDL:
-        gdc_wait()
     has_queue = total > num_programs
     while tile < total:
         taken = 0
@@ -156,18 +155,13 @@ def _decode_kernel(
 
 @triton.jit
 def _entry(chunks, entry, RECORD: tl.constexpr):
-    """Of the list: span, row, first token, end, index among the span's chunks, their number.
-
-    Past the first-level cache, which may hold the list of the step before.
-    """
+    """Of the list: span, row, first token, end, index among the span's chunks, their number."""
     record = chunks + entry * RECORD
-    span = tl.load(record, cache_modifier=".cg").to(tl.int64)
-    row = tl.load(record + 1, cache_modifier=".cg").to(tl.int64)
-    begin = tl.load(record + 2, cache_modifier=".cg")
-    end = tl.load(record + 3, cache_modifier=".cg")
-    index = tl.load(record + 4, cache_modifier=".cg")
-    count = tl.load(record + 5, cache_modifier=".cg")
-    return span, row, begin, end, index, count
+    span = tl.load(record).to(tl.int64)
+    row = tl.load(record + 1).to(tl.int64)
+    begin = tl.load(record + 2)
+    end = tl.load(record + 3)
+    return span, row, begin, end, tl.load(record + 4), tl.load(record + 5)
 
 
 @triton.jit

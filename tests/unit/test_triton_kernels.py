@@ -163,7 +163,8 @@ def test_chunks_by_batch_fit_the_scratch_and_padding_changes_none(num_spans, len
         ([640] * 8, {96, 64}),  # six of 96 and the rest of 64: 448 of 528 programs
         ([8192] * 64, {8192}),  # 512 tiles
         ([1024] * 256, {1024}),  # more sequences than programs: the queue
-        ([8192, 4000] * 32, {1376, 1344, 1312}),  # 768 tiles would be more than a wave: the queue
+        ([8192, 4000] * 32, {2048, 2016, 1984}),  # 768 tiles would be more than a wave: the queue
+        ([100, 1600] * 128, {100, 1600}),  # many of the offline workload's lengths, each in one piece
     ],
 )
 def test_a_batch_is_one_wave_of_tiles_where_its_lengths_allow_it(lengths, sizes):
