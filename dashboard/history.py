@@ -103,8 +103,10 @@ class History:
     def add_key(self, clock_ms: float, uptime_ms: int, columns: Columns, used_ms: NDArray[np.uint32]) -> None:
         """The whole map."""
         self._last_key_ms = clock_ms
-        self._segments.append(_Segment())
-        self._add(clock_ms, uptime_ms, len(columns), _pack(None, columns, used_ms))
+        segment = _Segment()
+        segment.add(clock_ms, uptime_ms, len(columns), _pack(None, columns, used_ms))
+        self._segments.append(segment)  # never empty: others read `start_ms` meanwhile
+        self._settle(clock_ms)
 
     def add_delta(
         self,
@@ -115,7 +117,8 @@ class History:
         used_ms: NDArray[np.uint32],
     ) -> None:
         """Pages that changed since the last entry. A key frame comes before the first."""
-        self._add(clock_ms, uptime_ms, len(page_ids), _pack(page_ids, columns, used_ms))
+        self._segments[-1].add(clock_ms, uptime_ms, len(page_ids), _pack(page_ids, columns, used_ms))
+        self._settle(clock_ms)
 
     def at(self, clock_ms: float) -> Past | None:
         """The map at a moment; one before the start snaps to it. None: nothing is held."""
@@ -134,8 +137,8 @@ class History:
         shown = segment.entries[last - 1]
         return Past(shown.clock_ms, columns, used, shown.uptime_ms)
 
-    def _add(self, clock_ms: float, uptime_ms: int, count: int, packed: bytes) -> None:
-        self._segments[-1].add(clock_ms, uptime_ms, count, packed)
+    def _settle(self, clock_ms: float) -> None:
+        """Notes that something was written at that moment, and lets go of what is too old for it."""
         self._last_ms = clock_ms
         while len(self._segments) > 1 and self._is_surplus(clock_ms):
             self._segments.popleft()

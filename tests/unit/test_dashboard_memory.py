@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.growth import growth
 from dashboard import allocator, demo_messages
+from dashboard import history as history_module
 from dashboard.demo_pool import DemoPool
 from dashboard.frames import Columns
 from dashboard.history import KEY_FRAME_MS, History
@@ -52,6 +53,21 @@ def test_the_past_comes_and_goes_a_minute_at_a_time() -> None:
         assert past.used_ms.tolist() == [second - second % 60, second], (
             "the key frame's page, and the delta's"
         )
+
+
+def test_the_start_can_be_asked_for_while_a_key_frame_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes milliseconds of another thread's time, and viewers ask without a lock."""
+    told: list[float | None] = []
+
+    def pack(*parts: object) -> bytes:
+        told.append(past.start_ms)
+        return b""
+
+    past = History(seconds=180)
+    monkeypatch.setattr(history_module, "_pack", pack)
+    for clock_ms in (0.0, KEY_FRAME_MS):
+        past.add_key(clock_ms, 0, columns(2), np.zeros(2, np.uint32))
+    assert told == [None, 0.0]
 
 
 def test_changes_do_not_heap_up_while_a_worker_s_clock_stands_still() -> None:
