@@ -16,11 +16,9 @@ from worker.scheduling.step import Step
 from worker.scheduling.step_builder import Plan, PromptSpan, StepBuilder
 from worker.stats import WaitReason
 
-# Of the longest piece, beside running sequences:
-LEAST_SHARE = 1 / 32  # however long the context: steps have costs of their own
-UNFINISHED_SHARE = (
-    1 / 2
-)  # at most, for a piece that leaves its prompt unfinished: two more steps, each shorter
+# Of the longest piece, beside running sequences: at least, however long the context, as steps have costs of
+# their own; at most, for a piece that leaves its prompt unfinished: two more steps, each shorter.
+LEAST_SHARE, UNFINISHED_SHARE = 1 / 32, 1 / 2
 
 
 class Planner:

@@ -24,9 +24,8 @@ class Marks:
         self.per_key = per_key
         self._lengths = [len(part) for part in keys]
         every = np.frombuffer(b"".join(keys), dtype=np.uint64)
-        self._known, self._numbers = np.unique(
-            every, return_inverse=True
-        )  # told the inverse, it sorts: faster
+        # Asked for the inverse it sorts, which is faster.
+        self._known, self._numbers = np.unique(every, return_inverse=True)
         self._next = 0
         self.fresh(len(self._known) * per_key)
 

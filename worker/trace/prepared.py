@@ -14,9 +14,8 @@ from worker.trace.marks import Marks
 from worker.trace.warm_start import cached_prefixes
 from worker.trace.workload import Trace, TraceRequest, output_units, prompt_units
 
-STOP_TOKEN = (
-    0xFFFFFFFE  # ends a sample before its longest sibling; the last token has no KV, so it may be any
-)
+STOP_TOKEN = 0xFFFFFFFE
+"""Ends a sample before its longest sibling; the last token has no KV, so it may be any."""
 _STOPS = frozenset((STOP_TOKEN,))
 
 
