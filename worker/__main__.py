@@ -12,11 +12,9 @@ from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from kernels.config import cache_folder
 from kvatlas.models.errors import ModelError
 from kvatlas.process_age import process_age
 from worker import head_start, log
-from worker.bytecode import keep_bytecode
 from worker.config import ConfigError, WorkerConfig, from_args, wants_print
 from worker.link.addresses import AddressError
 
@@ -52,7 +50,6 @@ def _import_all(config: WorkerConfig) -> None:
     gc.disable()
     threads = []
     if config.runner == "torch":
-        keep_bytecode("torch", cache_folder().with_name("bytecode"))
         uses_cuda = config.device == "cuda"
         tasks = [head_start.open_device, head_start.prepare_triton] if uses_cuda else []
         threads = [head_start.begin(task) for task in tasks]

@@ -435,3 +435,14 @@ def test_a_closed_runner_lets_go_of_its_memory_and_closes_twice() -> None:
     harness.runner.close()
     harness.runner.close()
     assert not hasattr(harness.runner, "kv_pool")
+
+
+def test_a_runner_closes_on_a_device_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    runner = Harness().runner
+    monkeypatch.setattr(runner, "_device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", failed)
+    runner.close()
+    assert not hasattr(runner, "kv_pool")

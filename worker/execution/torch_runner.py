@@ -7,6 +7,7 @@ not why they were chosen. Used by the engine thread alone.
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
@@ -184,7 +185,8 @@ class TorchRunner:
         ):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):  # a failed device: the worker ends with why it failed, not with this
+                torch.cuda.empty_cache()
 
     def _run(self, step: Step, began: float) -> StepHandle:
         self.token_pool.start_rows(step.row_starts)
