@@ -55,12 +55,13 @@ async def _serve(config: DashboardConfig) -> int:
             timeout_graceful_shutdown=GRACE_SECONDS,
         )
     )
+    allocator.set_apart()
     # uvicorn takes these over while it serves, and raises them once more when it has ended in order.
     for number in SIGNALS:
         signal.signal(number, _pass)
     tell = asyncio.ensure_future(_tell_when_ready(server, config))
     watch = asyncio.ensure_future(_watch_parent(config.parent_watch, server))
-    trim = asyncio.ensure_future(allocator.keep_trim())
+    tidy = asyncio.ensure_future(allocator.keep_tidy())
     try:
         await server.serve()
     except SystemExit:  # uvicorn could not bind; it has said why
@@ -68,7 +69,7 @@ async def _serve(config: DashboardConfig) -> int:
     finally:
         tell.cancel()
         watch.cancel()
-        trim.cancel()
+        tidy.cancel()
     return 0 if server.started else START_STATUS
 
 

@@ -1,19 +1,21 @@
-"""How this process keeps memory, where the C library is glibc; elsewhere nothing is set.
+"""How this process keeps memory. What is said of heaps holds where the C library is glibc.
 
 Views run in threads of their own, and glibc gives each a heap: what one frees the others cannot use. It also
 learns to keep ever larger blocks, and gives back what is free at a heap's end alone. Arrow, which carries
-tables for Streamlit, brings an allocator of its own: one more heap, of huge pages. All that makes a process
-which holds the same all day grow for hours: by the most that it ever needed at once.
+tables for Streamlit, brings an allocator of its own: one more heap, of huge pages. And a closed tab's session
+is a cycle; Python's collector comes for it when there is a quarter more than last time. All that makes a
+process which holds the same all day grow for hours: by the most that it ever needed at once.
 """
 
 import asyncio
 import ctypes
+import gc
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of malloc.h
 ARENAS = 2
 LARGE_BYTES = 256 * 1024  # go back to the system as soon as they are free; planes of large pools are
 TRIM_BYTES = 1024 * 1024
-TRIM_SECONDS = 60.0
+TIDY_SECONDS = 60.0
 ARROW_POOL = b"ARROW_DEFAULT_MEMORY_POOL"  # Arrow asks the environment for it when it is loaded
 
 
@@ -32,9 +34,22 @@ def settle() -> None:
         choose(parameter, value)
 
 
-async def keep_trim() -> None:
-    """Gives free pages back from the middle of the heaps, too, once a minute; until it is cancelled."""
+def set_apart() -> None:
+    """When all is loaded: the collector need not look at it again, which makes its pauses short."""
+    gc.collect()
+    gc.freeze()
+
+
+async def keep_tidy() -> None:
+    """Once a minute, until it is cancelled."""
+    while True:
+        await asyncio.sleep(TIDY_SECONDS)
+        await asyncio.to_thread(tidy)
+
+
+def tidy() -> None:
+    """Collects closed tabs, and gives free pages back from the middle of the heaps, too."""
+    gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    while trim is not None:
-        await asyncio.sleep(TRIM_SECONDS)
-        await asyncio.to_thread(trim, 0)  # milliseconds, without the interpreter's lock
+    if trim is not None:
+        trim(0)  # milliseconds, without the interpreter's lock

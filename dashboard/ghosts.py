@@ -5,7 +5,7 @@ A ghost that comes back was missed: the page had been evicted, and a prompt comp
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,29 +19,36 @@ class Ghost:
     is_gone: bool  # not in the cache right now
 
 
+_Left = tuple[int, float, int, bool]
+"""The other fields of a Ghost. There are as many as pages, and the collector of cycles, which looks at every
+object over and over, leaves plain tuples of numbers alone."""
+
+
 class Ghosts:
     """As many as the pool has pages; the one that left first is forgotten first."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._by_fingerprint: OrderedDict[int, Ghost] = OrderedDict()
+        self._by_fingerprint: OrderedDict[int, _Left] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._by_fingerprint)
 
-    def gone(self) -> Iterator[Ghost]:
-        """Those that are not in the cache now, the newest first."""
-        return (ghost for ghost in reversed(self._by_fingerprint.values()) if ghost.is_gone)
+    def gone(self, least_returns: int = 0) -> Iterator[Ghost]:
+        """Those that are not in the cache now and came back so often before, the newest first."""
+        for fingerprint, (parent, evicted_ms, returns, is_gone) in reversed(self._by_fingerprint.items()):
+            if is_gone and returns >= least_returns:
+                yield Ghost(fingerprint, parent, evicted_ms, returns, is_gone)
 
     def returns_of(self, fingerprint: int) -> int:
         """How often a prefix came back."""
-        ghost = self._by_fingerprint.get(fingerprint)
-        return ghost.returns if ghost is not None else 0
+        left = self._by_fingerprint.get(fingerprint)
+        return left[2] if left is not None else 0
 
     def leave(self, fingerprint: int, parent_fingerprint: int, clock_ms: float) -> None:
         """A sealed page lost its place."""
         returns = self.returns_of(fingerprint)
-        self._by_fingerprint[fingerprint] = Ghost(fingerprint, parent_fingerprint, clock_ms, returns, True)
+        self._by_fingerprint[fingerprint] = (parent_fingerprint, clock_ms, returns, True)
         self._by_fingerprint.move_to_end(fingerprint)
         while len(self._by_fingerprint) > self._limit:
             self._by_fingerprint.popitem(last=False)
@@ -49,6 +56,6 @@ class Ghosts:
     def enter(self, fingerprints: Iterable[int]) -> None:
         """Pages were sealed; those that had been evicted are back."""
         for fingerprint in fingerprints:
-            ghost = self._by_fingerprint.get(fingerprint)
-            if ghost is not None and ghost.is_gone:
-                self._by_fingerprint[fingerprint] = replace(ghost, returns=ghost.returns + 1, is_gone=False)
+            left = self._by_fingerprint.get(fingerprint)
+            if left is not None and left[3]:
+                self._by_fingerprint[fingerprint] = (left[0], left[1], left[2] + 1, False)

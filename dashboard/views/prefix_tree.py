@@ -57,8 +57,7 @@ def _tree(follower: Follower, *, is_pinned_only: bool, all_ghosts: bool) -> Tree
     live = follower.live_map
     with live.lock:
         planes = live.planes(PLANES)
-        gone = (ghost for ghost in live.ghosts.gone() if all_ghosts or ghost.returns)
-        ghosts = list(islice(gone, MAX_GHOSTS))
+        ghosts = list(islice(live.ghosts.gone(0 if all_ghosts else 1), MAX_GHOSTS))
         uptime, clock = live.uptime_ms, live.clock_ms
     return build_tree(planes, uptime, ghosts, clock, is_pinned_only=is_pinned_only)
 

@@ -2,9 +2,11 @@
 
 import asyncio
 import ctypes
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ from dashboard import allocator, demo_messages
 from dashboard import history as history_module
 from dashboard.demo_pool import DemoPool
 from dashboard.frames import Columns
+from dashboard.ghosts import Ghosts
 from dashboard.history import KEY_FRAME_MS, History
 from dashboard.live_map import RECENT_MESSAGES, LiveMap
 from kvatlas.v1 import cache_pb2 as pb
@@ -92,30 +95,50 @@ def test_changes_do_not_heap_up_while_a_worker_s_clock_stands_still() -> None:
         assert (getattr(past.columns, name) == getattr(now, name)).all(), name
 
 
-def test_free_memory_goes_back_at_intervals_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_tidied_at_intervals_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    enough = asyncio.Event()
-
-    def trim(pad: int) -> int:
-        calls.append(pad)
-        if len(calls) == 3:
-            loop.call_soon_threadsafe(enough.set)
-        return 1
 
     async def run() -> None:
-        nonlocal loop
-        loop = asyncio.get_running_loop()
-        task = asyncio.ensure_future(allocator.keep_trim())
+        loop, enough = asyncio.get_running_loop(), asyncio.Event()
+
+        def trim(pad: int) -> int:
+            calls.append(pad)
+            if len(calls) == 3:
+                loop.call_soon_threadsafe(enough.set)
+            return 1
+
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=trim))
+        task = asyncio.ensure_future(allocator.keep_tidy())
         await enough.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    loop: asyncio.AbstractEventLoop
-    monkeypatch.setattr(allocator, "TRIM_SECONDS", 0.001)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=trim))
+    monkeypatch.setattr(allocator, "TIDY_SECONDS", 0.001)
     asyncio.run(run())
     assert len(calls) >= 3
     assert set(calls) == {0}
+
+
+def test_what_holds_itself_is_collected_although_little_is_new() -> None:
+    class Session:
+        def __init__(self) -> None:
+            self.itself = self
+
+    gone = weakref.ref(Session())
+    allocator.tidy()
+    assert gone() is None
+
+
+def test_the_collector_has_no_work_with_ghosts() -> None:
+    ghosts = Ghosts(5000)
+    gc.collect()
+    before = len(gc.get_objects())
+    for number in range(8000):
+        ghosts.leave(number % 6000 + 1000, 7, float(number))
+        ghosts.enter([number % 500 + 1000])
+    gc.collect()
+    assert len(ghosts) == 5000
+    assert len(gc.get_objects()) - before < 500
 
 
 @pytest.mark.parametrize(("wanted", "found"), [(None, "system"), ("mimalloc", "mimalloc")])
@@ -133,10 +156,10 @@ def test_tables_come_from_the_same_heap_unless_someone_says_otherwise(wanted: st
     assert told.stdout.strip() == found
 
 
-def test_where_there_is_nothing_to_trim_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_c_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
-    asyncio.run(allocator.keep_trim())
     allocator.settle()
+    allocator.tidy()
 
 
 @pytest.mark.parametrize("slope", [-1.0, 0.9, 1.1, 30.0])
