@@ -10,7 +10,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -147,7 +147,8 @@ def under_load(setting: Setting, observed: bool, runner: Runner | None) -> Run:
             time.sleep(1.0)
             first = loop.marks()
             time.sleep(setting.seconds)
-            return Run.between(first, loop.marks())
+            found = Run.between(first, loop.marks())
+    return replace(found, unrecorded=loop.unrecorded)
 
 
 def on_workload(
@@ -176,6 +177,7 @@ def on_workload(
                 raise TimeoutError(f"{left} of {len(workload.prompts)} have not ended")
             last = loop.marks()
         assert last.tokens == sum(workload.output_tokens), f"{last.tokens} tokens came"
+        assert not loop.unrecorded, f"{loop.unrecorded} page events are missing in the recording"
         return Run.between(first, last)
 
 
@@ -207,6 +209,7 @@ def in_turns(run: Callable[[bool], Run], rounds: int, deadline: float = math.inf
         "engine_cpu_us_per_step_on": round(on.engine_seconds_per_step * 1e6, 1),
         "engine_look_share": round(on.look_share, 4),
         "observer_cpu_share": round(on.observer_share, 4),
+        "unrecorded_events": sum(run.unrecorded for run in runs[True]),
     }
 
 

@@ -51,6 +51,7 @@ class Run:
     engine_seconds_per_step: float  # processor time
     look_share: float  # of the engine's processor time
     observer_share: float  # of one core
+    unrecorded: int = 0  # page events that the recording lacks: its reader fell behind the ring
 
     @classmethod
     def between(cls, first: Marks, last: Marks) -> "Run":
@@ -128,6 +129,11 @@ class Loop:
             if self._readers is not None:
                 self._readers.close()
             self.outputs.close()
+
+    @property
+    def unrecorded(self) -> int:
+        """Page events that the recording lacks, after the end."""
+        return self._readers.unrecorded if self._readers is not None else 0
 
     def marks(self) -> Marks:
         """As of now."""

@@ -206,6 +206,32 @@ def test_events_that_were_overwritten_are_a_gap_with_a_map_behind_it(tmp_path: P
     assert replay.ledger.refs.tobytes() == worker.scheduler.snapshot().ref_counts.tobytes()
 
 
+def test_a_map_older_than_what_is_written_is_asked_for_again(tmp_path: Path) -> None:
+    """The observer may lag more than the recorder: its map before it has started over is of no use."""
+    worker = RecordedWorker(small_config(48, 4, 6, 24, 60, event_capacity=256), tmp_path)
+    older = Ledger(48, 4)
+    older.restore(worker.scheduler.snapshot())
+    worker.recorder.start_recording(RecordingOptions())
+    run(worker, 20, every=1)
+    load = RandomLoad(worker)
+    for _ in range(100):
+        load.turn()
+    worker.recorder.turn()
+    worker.asked.pop()(older)
+    worker.recorder.turn()
+    assert worker.recorder.dropped_events == 0
+    assert len(worker.asked) == 1, "it asks again"
+    fresh = Ledger(48, 4)
+    fresh.restore(worker.scheduler.snapshot())
+    worker.asked.pop()(fresh)
+    worker.recorder.turn()
+    info = worker.recorder.stop_recording("")
+    assert info.cause is EndCause.STOPPED
+    assert info.dropped_events > 100
+    replay = open_recording(path_of(worker, info.recording_id))
+    assert replay.run().lost_events == info.dropped_events
+
+
 def test_records_that_found_no_room_are_counted_in_the_file(tmp_path: Path) -> None:
     worker = RecordedWorker(small_config(48, 4, 6, 24, 60), tmp_path, traffic_limit=8)
     worker.recorder.start_recording(RecordingOptions())

@@ -224,6 +224,9 @@ class Recorder:
         """The ring ran over what was not read yet: start again from the observer's ledger."""
         self._waits_for_ledger = True
         log_event(logger, logging.WARNING, "recorder_lagged", after=self._ledger.revision)
+        self._ask()
+
+    def _ask(self) -> None:
         self._ask_for_ledger(lambda ledger: self._give_ledger(copy.deepcopy(ledger)))
 
     def _give_ledger(self, ledger: Ledger) -> None:
@@ -233,6 +236,9 @@ class Recorder:
     def _take_ledger(self) -> None:
         for ledger in self._ledgers.take_all():
             lost = ledger.revision - self._ledger.revision
+            if lost <= 0:  # the observer lags even more; once it has started over, its ledger serves
+                self._ask()
+                continue
             self.dropped_events += lost
             self._waits_for_ledger = False
             if self._recording is not None:
