@@ -224,10 +224,12 @@ def test_requests_by_outcome_are_those_that_were_sent(
     counted = {outcome: total(now, "kvatlas_requests_total", outcome=outcome) for outcome in seen}
     lost = NUM_REQUESTS - started
     assert 0 <= lost <= seen["deadline"]
-    # Client and server each have a clock: a deadline may reach the server as the client's cancel.
-    ended = counted["deadline"] + counted["cancelled"]
-    assert ended == seen["deadline"] + seen["cancelled"] - lost
-    assert [counted[name] for name in ("completed", "rejected")] == [seen["completed"], seen["rejected"]]
+    assert counted["rejected"] == seen["rejected"]
+    # Client and server each have a clock: a deadline may reach the server as the client's cancel, and both may
+    # come when it has said its last word: it completed what the client had given up.
+    ended, given_up = counted["deadline"] + counted["cancelled"], seen["deadline"] + seen["cancelled"] - lost
+    assert 0 < ended <= given_up
+    assert counted["completed"] - seen["completed"] == given_up - ended
     assert set(seen) == {"completed", "cancelled", "deadline", "rejected"}
 
 
