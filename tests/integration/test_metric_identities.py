@@ -225,8 +225,8 @@ def test_requests_by_outcome_are_those_that_were_sent(
     lost = NUM_REQUESTS - started
     assert 0 <= lost <= seen["deadline"]
     assert counted["rejected"] == seen["rejected"]
-    # Client and server each have a clock: a deadline may reach the server as the client's cancel, and both may
-    # come when it has said its last word: it completed what the client had given up.
+    # Client and server each have a clock: a deadline may reach the server as the client's cancel, and both
+    # may come when it has said its last word: it completed what the client had given up.
     ended, given_up = counted["deadline"] + counted["cancelled"], seen["deadline"] + seen["cancelled"] - lost
     assert 0 < ended <= given_up
     assert counted["completed"] - seen["completed"] == given_up - ended
