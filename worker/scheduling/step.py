@@ -45,9 +45,9 @@ class Step(NamedTuple):
     """One batch. Spans are sequences' token ranges: decode spans first, then prefill chunks.
 
     Order on the device: row_starts, page table scatter and page_copies (either first), forward,
-    sampling, token pool write. The input ids of span i are token_pool[rows[i], starts[i]:ends[i]]. A sampled token of
-    span i is written to token_pool[rows[i], ends[i]], so the next step can be launched before this
-    one's result is known.
+    sampling, token pool write. The input ids of span i are token_pool[rows[i], starts[i]:ends[i]]. A
+    sampled token of span i is written to token_pool[rows[i], ends[i]], so the next step can be launched
+    before this one's result is known.
     """
 
     number: int
