@@ -75,7 +75,7 @@ def compiling(device: torch.device) -> Iterator[None]:
             with _asking(queue, kernels):
                 yield
             queue.compile_all(executor, device)
-        except BaseException as error:
+        except BaseException as error:  # a signal's SystemExit too: nobody may wait for a kernel for ever
             queue.fail(error)
             raise
     for kernel in kernels.values():  # those that were compiled before, too
@@ -121,7 +121,7 @@ def _compile_and_load(future: "Future[Any]", compile_kernel: Callable[[], Any], 
             torch.cuda.set_device(device)
         kernel = compile_kernel()
         kernel._init_handles()
-    except BaseException as error:
+    except BaseException as error:  # whatever it was, it is raised again where the kernel is needed
         future.set_exception(error)
     else:
         future.set_result(kernel)

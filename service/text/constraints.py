@@ -73,7 +73,7 @@ class ConstraintChecks:
             self._compiler.compile(constraint)
         except ConstraintError as error:
             verdict = str(error)
-        except BaseException as error:
+        except BaseException as error:  # a panic of the library is no Exception; who asked gets an answer
             log.exception("event=constraint_check_failed kind=%s", constraint.kind)
             verdict = error if isinstance(error, Exception) else RuntimeError(repr(error))
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more

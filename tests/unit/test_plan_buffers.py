@@ -1,53 +1,13 @@
 """Plans are copied to the device behind the host's back: none may be overwritten before its copy has run."""
 
 import random
-from collections import deque
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.plan_buffers import PlanBuffers
-
-
-class SlowStream:
-    """A device's queue: copies run when somebody waits, or when it pleases the device."""
-
-    def __init__(self) -> None:
-        self.queue: deque[Callable[[], None]] = deque()
-        self.done = 0
-        self.queued = 0
-
-    def enqueue(self, work: Callable[[], None]) -> None:
-        self.queue.append(work)
-        self.queued += 1
-
-    def run(self, until: int) -> None:
-        while self.done < until:
-            self.queue.popleft()()
-            self.done += 1
-
-
-class SlowEvent:
-    """An event of such a stream; counts the waits that found work to wait for."""
-
-    waits = 0
-
-    def __init__(self, stream: SlowStream) -> None:
-        self._stream = stream
-        self._at = 0
-
-    def record(self) -> None:
-        self._at = self._stream.queued
-
-    def synchronize(self) -> None:
-        if self._stream.done < self._at:
-            SlowEvent.waits += 1
-        self._stream.run(self._at)
-
-    def query(self) -> bool:
-        return self._stream.done >= self._at
+from kernels.testing_stream import SlowEvent, SlowStream
 
 
 def copies(buffers: PlanBuffers, stream: SlowStream, num_plans: int, seed: int = 0) -> list[int]:
@@ -92,16 +52,15 @@ class _Careless:
 def test_the_host_waits_only_when_all_pieces_are_in_flight() -> None:
     stream = SlowStream()
     buffers = PlanBuffers(3, 16, lambda: SlowEvent(stream))
-    SlowEvent.waits = 0
     seen: list[Tensor] = []
     for _ in range(3):
         with buffers.piece() as piece:
             seen.append(piece)
             stream.enqueue(lambda: None)
-    assert SlowEvent.waits == 0
+    assert stream.waits == 0
     assert len({piece.data_ptr() for piece in seen}) == 3
     with buffers.piece():
-        assert SlowEvent.waits == 1
+        assert stream.waits == 1
         assert stream.done == 1, "waited for the oldest copy and no other"
 
 
