@@ -1,6 +1,7 @@
 """One JSON file per measurement in benchmarks/results/: what was run, on which machine, with which versions.
 
-Owns the format of the head of such a file; the figures are the caller's.
+Owns the format of the head of such a file; the figures are the caller's. Time, commit and load are those of
+the moment this module was imported, at the start of a run: its code is read then, and a checkout may move on.
 """
 
 import importlib.metadata
@@ -14,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).with_name("results")
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
 
 
 def write_result(
@@ -22,7 +24,7 @@ def write_result(
 ) -> Path:
     """Writes <date>-<machine>-<name>.json and returns its path; `device`: the name of the GPU, if any."""
     folder.mkdir(exist_ok=True)
-    day = time.strftime("%Y-%m-%d", time.gmtime())
+    day = _BEGUN["time"].partition("T")[0]
     place = device.split()[-1] if device else f"{os.cpu_count()}cpu"
     path = folder / f"{day}-{platform.machine()}-{place}-{name}.json"
     document = {"name": name, **_circumstances(packages), "figures": figures}
@@ -46,12 +48,12 @@ def device_name() -> str:
 
 def _circumstances(packages: Sequence[str]) -> dict[str, Any]:
     return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "time": _BEGUN["time"],
         "command": "python -m " + " ".join([_module_name(), *map(_without_folder, sys.argv[1:])]),
-        "commit": _commit(),
+        "commit": _BEGUN["commit"],
         "cpu": _cpu_name(),
         "cpus": os.cpu_count(),
-        "load_before": [round(load, 2) for load in os.getloadavg()],
+        "load_before": _BEGUN["load_before"],
         "python": platform.python_version(),
         "versions": {name: version for name in packages if (version := _version(name))},
     }
@@ -75,19 +77,31 @@ def _module_name() -> str:
     return spec.name.removesuffix(".__main__") if spec is not None else sys.argv[0]
 
 
-def _commit() -> str:
-    """Commit of the checkout, with a + when files differ from it; empty outside of one."""
-    here = Path(__file__).parent
+def _beginning() -> dict[str, Any]:
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": _commit_of_archive() or _commit_of_checkout(),
+        "load_before": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+def _commit_of_archive() -> str:
+    """What `git archive` wrote in place of the file's one line; empty in a checkout."""
+    line = (HERE / "archive_commit.txt").read_text().strip()
+    return "" if line.startswith("$") else line
+
+
+def _commit_of_checkout() -> str:
+    """The commit, with a + when files differ from it; empty outside of a checkout."""
+    git = ["git", "--no-optional-locks"]  # or a look at the state would be in the way of who commits
     try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=True
-        ).stdout.strip()
-        changed = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"], cwd=here, capture_output=True, text=True
-        ).stdout
+        commit, changed = (
+            subprocess.run([*git, *what], cwd=HERE, capture_output=True, text=True, check=True).stdout.strip()
+            for what in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return commit + ("+" if changed.strip() else "")
+    return commit + ("+" if changed else "")
 
 
 def _cpu_name() -> str:
@@ -97,3 +111,6 @@ def _cpu_name() -> str:
         return platform.processor()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+_BEGUN = _beginning()
