@@ -23,6 +23,7 @@ from benchmarks.peers.engines import ENVIRONMENT
 ROOT = Path(__file__).resolve().parents[2]
 LOG_LINES = 15  # the last of them are shown when an engine fails
 MAX_MESSAGES = 8  # unread; an engine says one thing per order
+MAX_LINE = 1 << 20  # bytes; bars are redrawn without an end of line
 POLL_SECONDS = 0.2  # after which a process that died without a word is noticed
 CLOSE_SECONDS = 10.0
 
@@ -38,6 +39,7 @@ class EngineProcess:
     def __init__(self, engine: str, model: str, device: str, tokens: int, log: Path, site: str = "") -> None:
         self.ended = ""  # why nothing more comes, once that is so
         self.last_lines: deque[str] = deque(maxlen=LOG_LINES)
+        self._broken = ""  # why nothing more is read, once that is so; set by the reader
         self._began = time.monotonic()
         self._closed = False
         self._log = log
@@ -81,7 +83,11 @@ class EngineProcess:
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # it has ended: the reader says so
-        return self._next(limit_seconds, f"{workload} pass {number} not done")
+        answer = self._next(limit_seconds, f"{workload} pass {number} not done")
+        if answer is None or (answer.get("workload"), answer.get("pass")) == (workload, number):
+            return answer
+        self._end(f"the answer to another order: {answer.get('workload')} pass {answer.get('pass')}")
+        return None
 
     def close(self) -> None:
         """Ends the whole group: engines have children that hold the device. Harmless when repeated."""
@@ -105,8 +111,10 @@ class EngineProcess:
                 return self._messages.get(timeout=min(max(left, 0.0), POLL_SECONDS))
             except queue.Empty:
                 code = self._process.poll()
-            if code is not None and self._messages.empty():
-                self._end(f"exit {code}")
+            if code is not None:
+                self._reader.join(POLL_SECONDS)  # its last words may still be in the pipe
+            if (self._broken or code is not None) and self._messages.empty():
+                self._end(self._broken or f"exit {code}")
             elif left <= 0:
                 self._end(f"{what} after {time.monotonic() - began:.0f} s")
         return None
@@ -116,14 +124,34 @@ class EngineProcess:
         self.close()
 
     def _read(self) -> None:
+        try:
+            self._read_all()
+        except Exception as error:  # whatever it is, the pass in progress ends with it
+            self._broken = f"{type(error).__name__}: {error}"
+
+    def _read_all(self) -> None:
         assert self._process.stdout is not None
-        with self._process.stdout as lines, self._log.open("wb") as log:
-            for line in lines:
+        with self._process.stdout as output, self._log.open("wb") as log:
+            while not self._broken and (line := output.readline(MAX_LINE)):
                 text = line.decode(errors="replace")
                 if text.startswith(MARK):
-                    self._messages.put(json.loads(text.removeprefix(MARK)))
+                    self._broken = self._hear(text.removeprefix(MARK).rstrip())
                     continue
                 log.write(line)
                 log.flush()
                 if text.strip():
                     self.last_lines.append(text.rstrip()[-300:])
+
+    def _hear(self, text: str) -> str:
+        """Keeps what was said for `_next`; why that cannot be done, if it cannot."""
+        try:
+            message = json.loads(text)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict):
+            return f"not an answer: {text[:200]!r}"
+        try:
+            self._messages.put_nowait(message)
+        except queue.Full:
+            return f"more than {MAX_MESSAGES} answers that nobody has taken"
+        return ""

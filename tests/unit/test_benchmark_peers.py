@@ -1,6 +1,7 @@
 """Engines side by side: who starts when, whose turn it is, what is compared, and that every process ends."""
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -190,3 +191,53 @@ def test_a_process_that_is_late_is_ended_with_its_group(tmp_path: Path) -> None:
     assert time.monotonic() - began < 60
     with pytest.raises(ProcessLookupError):
         os.killpg(group, 0)
+
+
+READY = '\nPEER {"ready_seconds": 1.0}\n'
+
+
+def answering(tmp_path: Path, answer: str) -> EngineProcess:
+    """An engine that is ready, answers the first order with this, and then neither ends nor obeys."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        f"import os\nos.write(1, {READY.encode()!r})\nos.read(0, 4096)\n"
+        f"os.write(1, {answer.encode()!r})\nwhile os.read(0, 4096): pass\nos._exit(3)\n"
+    )
+    return EngineProcess("kvatlas", "random:tiny", "cpu", 64, tmp_path / "log", str(site))
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ('\nPEER {"workload": "b1", "pa\n', """not an answer: '{"workload": "b1", "pa'"""),
+        ('\nPEER ["b1", 1]\n', """not an answer: '["b1", 1]'"""),
+        ('\nPEER {"workload": "b8", "pass": 2}\n', "the answer to another order: b8 pass 2"),
+        ('\nPEER {"ready_seconds": 1.0}\n', "the answer to another order: None pass None"),
+    ],
+)
+def test_an_answer_that_cannot_be_used_ends_the_pass_with_its_reason(
+    tmp_path: Path, answer: str, why: str
+) -> None:
+    """It ended the thread that reads, and the pass only at its limit, without a reason."""
+    process = answering(tmp_path, answer)
+    group = process.group
+    assert process.ready(60.0) == {"ready_seconds": 1.0}
+    assert process.run("b1", 1, 20.0) is None
+    assert process.ended == why
+    with pytest.raises(ProcessLookupError):
+        os.killpg(group, 0)
+
+
+def test_answers_that_nobody_asked_for_do_not_hold_up_the_thread_that_reads(tmp_path: Path) -> None:
+    process = answering(tmp_path, 20 * READY)
+    assert process.ready(60.0) == {"ready_seconds": 1.0}
+    assert process.run("b1", 1, 20.0) is None
+    assert process.ended.startswith("the answer to another order")
+    assert "kvatlas-output" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_log_that_cannot_be_written_ends_the_engine_with_its_reason(tmp_path: Path) -> None:
+    process = EngineProcess("kvatlas", "random:tiny", "cpu", 64, tmp_path / "no-folder" / "log")
+    assert process.ready(60.0) is None
+    assert process.ended.startswith("FileNotFoundError")
