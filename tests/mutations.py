@@ -180,7 +180,7 @@ FAULTS = [
     ),
     Fault(
         "dummy page handed out",
-        POOL,
+        "worker/pages/columns.py",
         'self._free = array("i", range((num_pages - 1) * page_size, -1, -page_size))',
         'self._free = array("i", range(num_pages * page_size, -1, -page_size))',
     ),

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from worker.pages.columns import PINNED, SEALED
 from worker.pages.events import EventRing
 from worker.pages.eviction import POLICIES
 from worker.pages.fingerprint import Fingerprinter
 from worker.pages.marked_prefixes import MarkedPrefixes
 from worker.pages.no_sharing import NoSharing
-from worker.pages.pool import PINNED, SEALED, PagePool
+from worker.pages.pool import PagePool
 from worker.pages.prefix_trie import TOKEN_BYTES, PrefixIndex, PrefixTrie
 from worker.pages.unwatched_pool import UnwatchedPool
 from worker.pages.violation import Violation

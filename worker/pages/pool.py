@@ -10,178 +10,33 @@ Owns page numbers, reference counts and the page events. Knows nothing of prompt
    └────────────────── CACHED ◀──── release, last reference, sealed     PINNED: CACHED, never evicted
                                                                         RESERVED: the dummy page
 
-Every change passes through ``_change``, which also writes the page event: no reader can miss one. All
-columns are arrays with an entry per page (about 60 bytes a page), and every operation costs
-O(pages it is given), whatever the size of the pool.
+Every change passes through ``_change``, which also writes the page event: no reader can miss one. Every
+operation costs O(pages it is given), whatever the size of the pool. What can be asked is in columns.py, what
+must hold in pool_audit.py.
 """
 
-import sys
 from array import array
-from collections.abc import MutableSequence, Sequence
-from itertools import compress
+from collections.abc import Sequence
 
 from worker.ids import NO_PAGE
-from worker.pages.events import HIT_TAG, EventRing, PageEventKind, PageFlag, PageState
+from worker.pages.columns import ACTIVE, CACHED, FREE, HELD, PINNED, SEALED
+from worker.pages.events import HIT_TAG, EventRing, PageEventKind
+from worker.pages.pool_audit import AuditedColumns
 from worker.pages.sharing import SharedTime
-from worker.pages.snapshot import Planes
-from worker.pages.violation import Violation
 
-SEALED, PINNED = int(PageFlag.SEALED), int(PageFlag.PINNED)
 TOKEN_BYTES = 4
-FREE, ACTIVE, CACHED, HELD, RESERVED = (int(state) for state in PageState)  # HELD: PageState.PINNED
 _ONLY_CACHED = frozenset((CACHED,))
-_SOUND = frozenset(  # state, whether it is referred to, flags
-    [
-        (FREE, False, 0),
-        (CACHED, False, SEALED),
-        (HELD, False, SEALED | PINNED),
-        (RESERVED, False, 0),
-        *[(ACTIVE, True, flags) for flags in (0, SEALED, SEALED | PINNED)],
-    ]
-)
-_FLAGS = {FREE: 0, CACHED: SEALED, HELD: SEALED | PINNED, RESERVED: 0}  # that go with a state
 
 
-class PagePool:
-    """``num_pages`` pages for sequences and one dummy page, index ``num_pages``, never handed out."""
+class PagePool(AuditedColumns):
+    """The pages of one worker; see PageColumns."""
 
     def __init__(self, num_pages: int, page_size: int, events: EventRing) -> None:
-        if num_pages < 1 or page_size < 1:
-            raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens is not possible")
-        if (num_pages + 1) * page_size > 2**31 - 1:
-            raise ValueError(f"{num_pages} pages of {page_size} tokens: slots do not fit 32 bits")
-        self.num_pages = num_pages
-        self.page_size = page_size
+        super().__init__(num_pages, page_size)
         self.events = events
         self.now_ms = 0
-        total = num_pages + 1
-        # First slots of free pages, handed out from the end, so page 0 goes first.
-        self._free = array("i", range((num_pages - 1) * page_size, -1, -page_size))
-        self._states = bytearray((FREE,)) * total
-        self._states[num_pages] = RESERVED
-        self._flags = bytearray(total)
-        self._refs: MutableSequence[int] = array("H", bytes(2 * total))
-        self._owners = array("H", bytes(2 * total))  # first owner since it was free
-        self._hits = array("H", bytes(2 * total))
-        self._parents = array("I", (NO_PAGE,)) * total
-        self._born = array("I", bytes(4 * total))
-        self._used = array("I", bytes(4 * total))
-        self._fingerprints = array("Q", bytes(8 * total))
-        self._counts = [0, num_pages, 0, 0, 0, 1]  # by state
-        self._num_references = 0
-        self._num_shared = 0
-        self._num_flagged_pinned = 0  # pages with that flag, whatever their state
         self.sharing = SharedTime(self._refs)
 
-    # What it is now, each in O(1).
-    @property
-    def num_free(self) -> int:
-        """Pages on the free list."""
-        return self._counts[FREE]
-
-    @property
-    def num_active(self) -> int:
-        """Pages that sequences refer to; a page with several references counts once."""
-        return self._counts[ACTIVE]
-
-    @property
-    def num_cached(self) -> int:
-        """Unreferenced pages that can be found and evicted."""
-        return self._counts[CACHED]
-
-    @property
-    def num_pinned(self) -> int:
-        """Unreferenced pages that can be found and must stay."""
-        return self._counts[HELD]
-
-    @property
-    def num_shared(self) -> int:
-        """Pages with two or more references."""
-        return self._num_shared
-
-    @property
-    def num_references(self) -> int:
-        """References over all pages."""
-        return self._num_references
-
-    def counts_by_state(self) -> dict[PageState, int]:
-        """Pages in each state; adds up to num_pages + 1."""
-        return {state: self._counts[state] for state in PageState}
-
-    def state(self, page: int) -> PageState:
-        """State of a page."""
-        return PageState(self._states[page])
-
-    def references(self, page: int) -> int:
-        """References to a page."""
-        return self._refs[page]
-
-    def references_of(self, pages: Sequence[int]) -> list[int]:
-        """``references`` of each."""
-        return list(map(self._refs.__getitem__, pages))
-
-    def flags(self, window: range) -> bytes:
-        """Bits of PageFlag of each page in ``window``."""
-        return bytes(self._flags[window.start : window.stop])
-
-    def referenced(self) -> set[int]:
-        """All pages with references; for audits, 10 ns a page of the pool."""
-        refs = self._refs
-        return set(compress(range(len(refs)), refs))
-
-    def is_sealed(self, page: int) -> bool:
-        """Whether it is full, computed, committed and in the prefix index."""
-        return self._flags[page] & SEALED != 0
-
-    def is_pinned(self, page: int) -> bool:
-        """Whether it belongs to a pinned prefix."""
-        return self._flags[page] & PINNED != 0
-
-    def hits(self, page: int) -> int:
-        """Prefix hits since it was sealed, at most 65535."""
-        return self._hits[page]
-
-    def fingerprint(self, page: int) -> int:
-        """Its fingerprint; 0: not sealed."""
-        return self._fingerprints[page]
-
-    def free_slots(self) -> "array[int]":
-        """Copy of the free list: the first slot of each free page, next to be handed out first."""
-        return self._free[::-1]
-
-    def unreferenced(self, pages: Sequence[int]) -> int:
-        """How many of ``pages`` are CACHED: taking them makes as many fewer available (B011)."""
-        return list(map(self._states.__getitem__, pages)).count(CACHED)
-
-    def planes(self) -> Planes:
-        """Copies of all columns."""
-        return Planes(
-            states=bytes(self._states),
-            flags=bytes(self._flags),
-            ref_counts=array("H", self._refs),
-            filled_slots=self._filled_slots(),
-            owners=self._owners[:],
-            hit_counts=self._hits[:],
-            parent_page_ids=self._parents[:],
-            born_ms=self._born[:],
-            used_ms=self._used[:],
-            fingerprints=self._fingerprints[:],
-        )
-
-    def _filled_slots(self) -> "array[int]":
-        """page_size where sealed, otherwise 0; by bytes, or a million pages would take 40 ms."""
-        low, high = bytearray(256), bytearray(256)  # by flags
-        for flags in (SEALED, SEALED | PINNED):
-            high[flags], low[flags] = divmod(min(self.page_size, 65_535), 256)
-        bytes_of_slots = bytearray(2 * len(self._flags))
-        bytes_of_slots[0::2] = self._flags.translate(low)
-        bytes_of_slots[1::2] = self._flags.translate(high)
-        filled = array("H", bytes_of_slots)
-        if sys.byteorder == "big":
-            filled.byteswap()
-        return filled
-
-    # Changes.
     def allocate(self, owners: "array[int]") -> list[int] | None:
         """One free page per entry of ``owners``; None and nothing taken if there are fewer."""
         count = len(owners)
@@ -378,71 +233,3 @@ class PagePool:
     @staticmethod
     def _same(owner: int, pages: Sequence[int]) -> "array[int]":
         return array("H", (owner,)) * len(pages)
-
-    def check(self, window: range | None = None) -> list[Violation]:
-        """Invariants of the pool alone: totals, and page by page those in ``window``; None: all pages."""
-        found: list[Violation] = []
-        states, counts = self._states, self._counts
-        for state in PageState:
-            if states.count(state) != counts[state]:
-                found.append(Violation("state_sum", state.name, counts[state], states.count(state)))
-        if sum(counts) != self.num_pages + 1:
-            found.append(Violation("state_sum", "pages in all states", self.num_pages + 1, sum(counts)))
-        if window is None:  # under load each page is compared with who holds it; a sum takes 10 ms a million
-            held = sum(self._refs)
-            if held != self._num_references:
-                found.append(Violation("refcount", "references over all pages", self._num_references, held))
-            shared = sum([count >= 2 for count in self._refs])
-            if shared != self._num_shared:
-                found.append(Violation("refcount", "shared pages", self._num_shared, shared))
-        found += self._check_pages(range(self.num_pages) if window is None else window)
-        found += self._check_pages(range(self.num_pages, self.num_pages + 1))
-        return found + self._check_free_list(window)
-
-    def _check_pages(self, window: range) -> list[Violation]:
-        at = slice(window.start, window.stop)
-        # All at once first: a round of the live audit is the engine's time, and nearly always all is well.
-        found = zip(self._states[at], map(bool, self._refs[at]), self._flags[at], strict=True)
-        has_dummy = self._states[at].count(RESERVED) == 1
-        if _SOUND.issuperset(found) and has_dummy == (window.stop == self.num_pages + 1):
-            return []
-        return self._find_in_pages(window)
-
-    def _find_in_pages(self, window: range) -> list[Violation]:
-        """Page by page, what does not hold."""
-        found = []
-        states, all_refs, all_flags = self._states, self._refs, self._flags
-        for page in window:
-            state, refs, flags = states[page], all_refs[page], all_flags[page]
-            if (state == ACTIVE) != (refs > 0):
-                expected = "some" if state == ACTIVE else 0
-                subject = f"references of page {page}, state {state}"
-                found.append(Violation("refcount", subject, expected, refs, page))
-            expected_flags = (flags & SEALED) | (flags & PINNED) if state == ACTIVE else _FLAGS[state]
-            if flags != expected_flags or (flags & PINNED and not flags & SEALED):
-                subject = f"flags of page {page}, state {state}"
-                found.append(Violation("state_sum", subject, expected_flags, flags, page))
-            if (state == RESERVED) != (page == self.num_pages):
-                found.append(
-                    Violation("state_sum", f"dummy page; state of page {page}", RESERVED, state, page)
-                )
-        return found
-
-    def _check_free_list(self, window: range | None) -> list[Violation]:
-        """The free list holds the first slots of FREE pages, and in the whole audit each exactly once."""
-        free, states, page_size = self._free, self._states, self.page_size
-        if len(free) != self._counts[FREE]:
-            return [Violation("free_list", "entries", self._counts[FREE], len(free))]
-        if window is None:
-            expected = {page * page_size for page, state in enumerate(states) if state == FREE}
-            if set(free) != expected:
-                return [
-                    Violation(
-                        "free_list", "slots", sorted(expected - set(free)), sorted(set(free) - expected)
-                    )
-                ]
-            return []
-        wrong = [
-            s for s in free[window.start : window.stop] if s % page_size or states[s // page_size] != FREE
-        ]
-        return [Violation("free_list", "slots of pages that are not FREE", [], wrong)] if wrong else []

@@ -8,8 +8,9 @@ where PagePool makes one for every event.
 from array import array
 from collections.abc import Sequence
 
+from worker.pages.columns import ACTIVE, CACHED, FREE, HELD, SEALED
 from worker.pages.events import NoEvents
-from worker.pages.pool import ACTIVE, CACHED, FREE, HELD, SEALED, PagePool
+from worker.pages.pool import PagePool
 from worker.pages.sharing import NoSharedTime
 
 MAX_HITS = 65_535
