@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.batch import KvLayer, PagedBatch
+from kernels.batch import HostSpans, KvLayer, PagedBatch
 
 
 class AttentionBackend(Protocol):
@@ -61,10 +63,24 @@ class StaticDecode(Protocol):
 class StaticPrefill(Protocol):
     """Prefill attention over buffers that stay where they are, so that a graph can hold a whole step."""
 
-    def prepare(self, batch: PagedBatch, size: int) -> bool:
-        """The host's part, before each replay of the graph of `size` tokens. False: it is not for this step,
-        which needs `plan` and `attend` of the backend.
+    words: Tensor
+    """int32, on the device: what `fill` writes belongs here, before the replay. Its first three lines of
+    static_prefill.SPAN_ROOM entries are rows, kv_lens and q_indptr of the spans.
+    """
+
+    def num_words(self, size: int) -> int:
+        """Of `words`, what the graph of `size` tokens reads."""
+        ...
+
+    def fill(self, spans: HostSpans, size: int, into: NDArray[np.int32]) -> bool:
+        """The host's part, before each replay of the graph of `size` tokens: all of the words that it reads.
+
+        False: it is not for this step, which needs `plan` and `attend` of the backend; `into` is undefined.
         """
+        ...
+
+    def prepare(self, batch: PagedBatch, size: int) -> bool:
+        """`fill`, and sends the words in a copy of their own."""
         ...
 
     def attend(self, kv: KvLayer, q: Tensor, out: Tensor, *, scale: float) -> None:

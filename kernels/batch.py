@@ -1,8 +1,34 @@
 """The index tensors of one step, and K and V of one layer. Knows shapes, not sequences."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
+
+
+class HostSpans(Protocol):
+    """What a step's spans are, as far as the host plans with them; names as in PagedBatch."""
+
+    @property
+    def rows_host(self) -> Sequence[int]:
+        """[num_spans]."""
+        ...
+
+    @property
+    def kv_lens_host(self) -> Sequence[int]:
+        """[num_spans]."""
+        ...
+
+    @property
+    def q_lens_host(self) -> Sequence[int]:
+        """[num_spans]."""
+        ...
+
+    @property
+    def num_decode(self) -> int:
+        """Leading spans of one token."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

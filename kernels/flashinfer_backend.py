@@ -10,11 +10,13 @@ from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.backend import GraphBackend, StaticDecode, StaticPrefill
-from kernels.batch import KvLayer, PagedBatch
+from kernels.batch import HostSpans, KvLayer, PagedBatch
 from kernels.flashinfer_decode import FlashInferStaticDecode
 from kernels.flashinfer_plans import Planner
 from kernels.page_indices import page_indices
@@ -167,6 +169,15 @@ class ShortPrefill:
     def __init__(self, inner: StaticPrefill, least_pairs: int) -> None:
         self._inner = inner
         self._least_pairs = least_pairs
+        self.words = inner.words
+
+    def num_words(self, size: int) -> int:
+        """See StaticPrefill."""
+        return self._inner.num_words(size)
+
+    def fill(self, spans: HostSpans, size: int, into: NDArray[np.int32]) -> bool:
+        """See StaticPrefill."""
+        return not is_worth(spans, self._least_pairs) and self._inner.fill(spans, size, into)
 
     def prepare(self, batch: PagedBatch, size: int) -> bool:
         """See StaticPrefill."""
@@ -177,7 +188,7 @@ class ShortPrefill:
         self._inner.attend(kv, q, out, scale=scale)
 
 
-def is_worth(batch: PagedBatch, least_pairs: int) -> bool:
+def is_worth(batch: HostSpans, least_pairs: int) -> bool:
     """Whether the prefill spans of a step are long enough for FlashInfer."""
     q_lens, kv_lens = batch.q_lens_host[batch.num_decode :], batch.kv_lens_host[batch.num_decode :]
     if least_pairs == 0:

@@ -4,6 +4,7 @@ A tile is some queries of one span. Tiles are listed on the host, where prefill 
 kernel: see paged_prefill.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,7 @@ def queries_per_tile(group: int) -> int:
     return max(1, TILE_ROWS // int(triton.next_power_of_2(group)))
 
 
-def list_tiles(q_lens: list[int], group: int) -> list[tuple[int, int]]:
+def list_tiles(q_lens: Sequence[int], group: int) -> list[tuple[int, int]]:
     """(span, first query) of each tile, the longest spans' last tiles first: they take longest."""
     step = queries_per_tile(group)
     tiles = [(span, first) for span, length in enumerate(q_lens) for first in range(0, length, step)]

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+NUM_COLUMNS = 7
 LOWEST_TEMPERATURE = 1e-5
 """Below it logit / temperature leaves what float32 can tell apart: greedy."""
 
@@ -20,7 +21,7 @@ LOWEST_TEMPERATURE = 1e-5
 class SampleColumns:
     """Views of one int32 matrix, so that a step's new rows travel in one copy."""
 
-    matrix: Tensor  # int32 [7, num_rows]: the columns below, in this order
+    matrix: Tensor  # int32 [NUM_COLUMNS, num_rows]: the columns below, in this order
     temperature: Tensor  # fp32 [num_rows]; 0: greedy
     top_k: Tensor  # int32 [num_rows]; 0: off
     top_p: Tensor  # fp32 [num_rows]; 1: off
@@ -44,7 +45,7 @@ class SampleRow:
 
 def make_columns(num_rows: int, device: torch.device) -> SampleColumns:
     """All rows greedy."""
-    matrix = torch.zeros(7, num_rows, dtype=torch.int32, device=device)
+    matrix = torch.zeros(NUM_COLUMNS, num_rows, dtype=torch.int32, device=device)
     columns = SampleColumns(
         matrix=matrix,
         temperature=matrix[0].view(torch.float32),
@@ -65,15 +66,16 @@ def write_rows(columns: SampleColumns, rows: Sequence[int], values: Sequence[Sam
     if not rows:
         return
     device = columns.matrix.device
-    host = torch.empty(8, len(rows), dtype=torch.int32, pin_memory=device.type == "cuda")
+    host = torch.empty(NUM_COLUMNS + 1, len(rows), dtype=torch.int32, pin_memory=device.type == "cuda")
     into = host.numpy()
-    into[:7] = _matrix_of(values)
-    into[7] = np.asarray(rows, dtype=np.int32)
+    into[:NUM_COLUMNS] = matrix_of(values)
+    into[NUM_COLUMNS] = np.asarray(rows, dtype=np.int32)
     moved = host.to(device, non_blocking=True)
-    columns.matrix[:, moved[7].long()] = moved[:7]
+    columns.matrix[:, moved[NUM_COLUMNS].long()] = moved[:NUM_COLUMNS]
 
 
-def _matrix_of(values: Sequence[SampleRow]) -> NDArray[np.int32]:
+def matrix_of(values: Sequence[SampleRow]) -> NDArray[np.int32]:
+    """Rows as columns of SampleColumns.matrix: [NUM_COLUMNS, len(values)]."""
     min_p = np.array([value.min_p for value in values], dtype=np.float32)
     with np.errstate(divide="ignore"):
         log_min_p = np.log(min_p)

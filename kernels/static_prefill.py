@@ -6,9 +6,10 @@ step does not need belong to an empty span and end at once. Bits are those of th
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.batch import KvLayer, PagedBatch
+from kernels.batch import HostSpans, KvLayer, PagedBatch
 from kernels.paged_prefill import paged_prefill
 from kernels.prefill_plan import list_tiles, num_parts, queries_per_tile
 
@@ -27,39 +28,50 @@ class TritonStaticPrefill:
         num_heads, self._num_kv_heads, _ = shape
         self._group = num_heads // self._num_kv_heads
         self._page_table = page_table
-        room = TILES_AT + 2 * self._capacity(max_tokens)
         # rows, kv_lens, q_indptr, tiles. Zeros: one empty span, so that a capture computes nothing.
-        self._there = torch.zeros(room, dtype=torch.int32, device=page_table.device)
+        room = self.num_words(max_tokens)
+        self.words = torch.zeros(room, dtype=torch.int32, device=page_table.device)
+
+    def num_words(self, size: int) -> int:
+        """See StaticPrefill."""
+        return TILES_AT + 2 * self._capacity(size)
+
+    def fill(self, spans: HostSpans, size: int, into: NDArray[np.int32]) -> bool:
+        """See StaticPrefill."""
+        q_lens, count = spans.q_lens_host, len(spans.q_lens_host)
+        if spans.num_decode or count > MAX_SPANS:
+            return False
+        tiles = list_tiles(q_lens, self._group)
+        longest, device = max(spans.kv_lens_host), self._page_table.device
+        if num_parts(len(tiles), self._num_kv_heads, longest, device) > 1:
+            return False
+        into[:count], into[count:SPAN_ROOM] = spans.rows_host, 0
+        kv_lens, ends = into[SPAN_ROOM : 2 * SPAN_ROOM], into[2 * SPAN_ROOM : TILES_AT]
+        kv_lens[:count], kv_lens[count:] = spans.kv_lens_host, 0
+        ends[0], ends[1 : count + 1] = 0, np.cumsum(q_lens, dtype=np.int32)
+        ends[count + 1 :] = ends[count]
+        listed = into[TILES_AT : self.num_words(size)].reshape(-1, 2)
+        listed[: len(tiles)], listed[len(tiles) :] = tiles, (count, 0)
+        return True
 
     def prepare(self, batch: PagedBatch, size: int) -> bool:
-        """Sends spans and tiles in one copy. Every entry of the size's graph is overwritten."""
-        spans, device = len(batch.q_lens_host), self._page_table.device
-        if batch.num_decode or spans > MAX_SPANS:
-            return False
-        tiles = list_tiles(batch.q_lens_host, self._group)
-        if num_parts(len(tiles), self._num_kv_heads, max(batch.kv_lens_host), device) > 1:
-            return False
-        end = TILES_AT + 2 * self._capacity(size)
+        """See StaticPrefill."""
         # A fresh pinned buffer each step: torch hands it out again only after the copy that reads it.
-        host = torch.zeros(end, dtype=torch.int32, pin_memory=device.type == "cuda")
-        into, q_indptr = host.numpy(), np.cumsum(batch.q_lens_host, dtype=np.int32)
-        into[:spans] = batch.rows_host
-        into[SPAN_ROOM : SPAN_ROOM + spans] = batch.kv_lens_host
-        ends = into[2 * SPAN_ROOM : TILES_AT]
-        ends[1 : spans + 1], ends[spans + 1 :] = q_indptr, q_indptr[-1]
-        listed = into[TILES_AT:].reshape(-1, 2)
-        listed[: len(tiles)], listed[len(tiles) :] = tiles, (spans, 0)
-        self._there[:end].copy_(host, non_blocking=True)
+        is_pinned = self._page_table.device.type == "cuda"
+        host = torch.empty(self.num_words(size), dtype=torch.int32, pin_memory=is_pinned)
+        if not self.fill(batch, size, host.numpy()):
+            return False
+        self.words[: len(host)].copy_(host, non_blocking=True)
         return True
 
     def attend(self, kv: KvLayer, q: Tensor, out: Tensor, *, scale: float) -> None:
         """One layer."""
         size = q.shape[0]
-        tiles = self._there[TILES_AT : TILES_AT + 2 * self._capacity(size)].view(-1, 2)
+        tiles = self.words[TILES_AT : self.num_words(size)].view(-1, 2)
         paged_prefill(q, kv, self._batch(size), tiles, scale=scale, out=out)
 
     def _batch(self, size: int) -> PagedBatch:
-        rows, kv_lens, q_indptr = self._there[:TILES_AT].view(3, SPAN_ROOM)
+        rows, kv_lens, q_indptr = self.words[:TILES_AT].view(3, SPAN_ROOM)
         return PagedBatch(
             page_table=self._page_table,
             rows=rows,

@@ -20,7 +20,7 @@ from kernels.zero_copy import (
     write_results,
 )
 from worker.execution.page_table import PageTable
-from worker.execution.step_buffers import DEPTH, StepBuffers, StepOutcome
+from worker.execution.step_buffers import DEPTH, StepBuffers, StepOutcome, decode_shapes
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -36,7 +36,7 @@ def page_table() -> PageTable:
 def test_steps_far_ahead_of_a_busy_device_do_not_mix() -> None:
     """H9, B083: every step gives back its own rows and lengths, every page is where a scatter puts it."""
     draw = random.Random(5)
-    buffers = StepBuffers(MAX_BATCH, lambda: new_event(DEVICE), is_pinned=True)
+    buffers = StepBuffers(decode_shapes(MAX_BATCH), lambda: new_event(DEVICE), is_pinned=True)
     expected, found = page_table(), page_table()
     rows, kv_lens = torch.zeros(2, 224, dtype=torch.int32, device=DEVICE)
     flags = torch.zeros(MAX_BATCH, dtype=torch.int8, device=DEVICE)

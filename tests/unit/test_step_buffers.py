@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 from kernels.testing_stream import SlowEvent, SlowStream
-from worker.execution.step_buffers import StepBuffer, StepBuffers, StepOutcome
+from worker.execution.step_buffers import StepBuffer, StepBuffers, StepOutcome, decode_shapes
 
 
 class Careless(SlowEvent):
@@ -53,20 +53,20 @@ def answers(buffers: StepBuffers, stream: SlowStream, num_steps: int, ahead: int
 def test_every_step_reads_its_own_batch_and_leaves_its_own_results(depth: int, ahead: int, seed: int) -> None:
     """H9, B083: however far the device is behind, and however many steps there were."""
     stream = SlowStream()
-    buffers = StepBuffers(1, lambda: SlowEvent(stream), is_pinned=False, depth=depth)
+    buffers = StepBuffers(decode_shapes(1), lambda: SlowEvent(stream), is_pinned=False, depth=depth)
     assert answers(buffers, stream, 60, ahead, seed) == [2 * number for number in range(60)]
 
 
 def test_without_events_steps_mix() -> None:
     """The same load where nobody waits: the race is there to be seen."""
     stream = SlowStream()
-    buffers = StepBuffers(1, lambda: Careless(stream), is_pinned=False, depth=2)
+    buffers = StepBuffers(decode_shapes(1), lambda: Careless(stream), is_pinned=False, depth=2)
     assert answers(buffers, stream, 60, 1, 0) != [2 * number for number in range(60)]
 
 
 def test_the_host_waits_only_when_all_buffers_are_in_flight() -> None:
     stream = SlowStream()
-    buffers = StepBuffers(1, lambda: SlowEvent(stream), is_pinned=False, depth=3)
+    buffers = StepBuffers(decode_shapes(1), lambda: SlowEvent(stream), is_pinned=False, depth=3)
     for _ in range(3):
         with buffers.next():
             stream.enqueue(lambda: None)
@@ -78,7 +78,7 @@ def test_the_host_waits_only_when_all_buffers_are_in_flight() -> None:
 def test_a_result_is_not_read_after_its_buffer_has_another_step() -> None:
     """A handle that was forgotten can never give another step's tokens."""
     stream = SlowStream()
-    buffers = StepBuffers(1, lambda: SlowEvent(stream), is_pinned=False, depth=2)
+    buffers = StepBuffers(decode_shapes(1), lambda: SlowEvent(stream), is_pinned=False, depth=2)
     outcomes = []
     for _ in range(3):
         with buffers.next() as buffer:
@@ -92,7 +92,7 @@ def test_a_result_is_not_read_after_its_buffer_has_another_step() -> None:
 def test_a_launch_that_fails_still_guards_what_it_queued() -> None:
     """What was queued before the failure may read the buffer yet."""
     stream = SlowStream()
-    buffers = StepBuffers(1, lambda: SlowEvent(stream), is_pinned=False, depth=1)
+    buffers = StepBuffers(decode_shapes(1), lambda: SlowEvent(stream), is_pinned=False, depth=1)
 
     def fail(buffer: StepBuffer) -> None:
         stream.enqueue(lambda: step(buffer))
@@ -105,7 +105,7 @@ def test_a_launch_that_fails_still_guards_what_it_queued() -> None:
 
 def test_memory_is_let_go_only_when_the_device_is_past_every_step() -> None:
     stream = SlowStream()
-    buffers = StepBuffers(1, lambda: SlowEvent(stream), is_pinned=False, depth=4)
+    buffers = StepBuffers(decode_shapes(1), lambda: SlowEvent(stream), is_pinned=False, depth=4)
     for _ in range(3):
         with buffers.next() as buffer:
             stream.enqueue(lambda buffer=buffer: step(buffer))
@@ -116,7 +116,7 @@ def test_memory_is_let_go_only_when_the_device_is_past_every_step() -> None:
 def test_the_end_of_a_failed_device_is_no_failure_of_its_own() -> None:
     """Else nothing of what is closed after the buffers would be closed."""
     stream = SlowStream()
-    buffers = StepBuffers(1, lambda: Failed(stream), is_pinned=False, depth=4)
+    buffers = StepBuffers(decode_shapes(1), lambda: Failed(stream), is_pinned=False, depth=4)
     for buffer in buffers._buffers:
         stream.enqueue(lambda: None)
         buffer.event.record()

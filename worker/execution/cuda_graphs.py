@@ -36,7 +36,7 @@ from kernels.zero_copy import (
     write_results,
 )
 from worker.execution.graph_sizes import capture_sizes, kernel_sizes, padded_size
-from worker.execution.step_buffers import StepBuffer, StepBuffers, StepOutcome
+from worker.execution.step_buffers import StepBuffer, StepBuffers, StepOutcome, decode_shapes
 from worker.model.fused import FusedModel
 
 WARM_UPS = 1  # before a capture: compiles and loads kernels, and lets the libraries allocate
@@ -89,7 +89,7 @@ class DecodeGraphs:
         self._rows = torch.full((room,), tables.dummy_row, dtype=torch.int32, device=device)
         self._kv_lens = torch.ones(room, dtype=torch.int32, device=device)
         is_pinned = device.type == "cuda"
-        self._buffers = StepBuffers(max_batch, lambda: new_event(device), is_pinned=is_pinned)
+        self._buffers = StepBuffers(decode_shapes(max_batch), lambda: new_event(device), is_pinned=is_pinned)
         self._positions = torch.zeros(max_batch, dtype=torch.int32, device=device)
         self._slots = torch.zeros(max_batch, dtype=torch.int32, device=device)
         width, dtype = model.embedding.shape[1], model.embedding.dtype

@@ -21,12 +21,15 @@ from worker.execution.cuda_graphs import NO_PAGES, DecodeGraphs, DecodeTables, N
 from worker.execution.graph_sizes import kernel_sizes
 from worker.execution.on_the_way import OnTheWay
 from worker.execution.prompt_graphs import PromptGraphs
+from worker.execution.prompt_steps import PromptSteps
 from worker.execution.runner import StepHandle
 from worker.execution.sampler import HostRows, Sampled
 from worker.execution.sampling_state import NO_LOGPROBS
 from worker.execution.step_buffers import StepOutcome
 from worker.execution.step_tensors import StepTensors, build_step_tensors
 from worker.execution.torch_runner import (
+    BAD_HIDDEN,
+    BAD_LOGITS,
     NO_TOKEN_ID,
     Launched,
     RunnerConfig,
@@ -90,6 +93,15 @@ class CudaRunner(TorchRunner):
                 scale=config.attention_scale,
                 capture=capture,
             )
+            self.prompt_steps = PromptSteps(
+                self.prompt_graphs,
+                self._fused,
+                self.page_table,
+                self.token_pool,
+                self._columns,
+                self._scratch,
+                capture=capture,
+            )
             self._warm_up(capture)
 
     def _warm_up(self, capture: bool) -> None:
@@ -107,6 +119,7 @@ class CudaRunner(TorchRunner):
             asking = log_phase(log, "ask_for_kernels")  # the compilers begin at its end
             with log_phase(log, "compile"), compiling(self._device), asking, self._fused.shallow():
                 self.graphs.run_bodies()
+                self.prompt_steps.run_bodies()
                 for step in steps:
                     self._run_dummies(step)
                 self._draw_dummies()
@@ -115,6 +128,7 @@ class CudaRunner(TorchRunner):
                 self.graphs.capture_all()
             with log_phase(log, "capture_prompts"):
                 self.prompt_graphs.capture_all()
+                self.prompt_steps.capture_all()
         with log_phase(log, "warm_steps"):
             for step in steps:
                 self._run_dummies(step)
@@ -139,13 +153,14 @@ class CudaRunner(TorchRunner):
             for with_filters in (False, True):
                 self._draw(rows[:size], torch.ones_like(rows[:size]), logits, with_filters=with_filters)
 
-    def _run(self, step: Step, began: float) -> StepHandle:
-        self._start_columns(step.row_starts)
+    def _run_started(self, step: Step, began: float) -> StepHandle:
+        values = self._sample_rows(step.row_starts)
+        if step.num_decode == 0 and (handle := self._run_prompts(step, values, began)) is not None:
+            return handle
+        write_rows(self._columns, [start.row for start in step.row_starts], values)
         if step.num_decode != len(step.rows) or not self.graphs.fits(len(step.rows)):
-            return super()._run(step, began)
+            return super()._run_started(step, began)
         self.token_pool.start_rows(step.row_starts)
-        self._state.start_rows(step.row_starts)
-        self.constraint_masks.start_rows(step.row_starts)
         pages = NewPages(step.new_page_rows, step.new_page_indexes, step.new_page_ids)
         if len(pages.ids) > self.graphs.page_room:
             self.page_table.write_pages(pages.rows, pages.indexes, pages.ids)
@@ -157,6 +172,18 @@ class CudaRunner(TorchRunner):
         with_filters = bool(self._has_filters[rows].any())
         outcome = self.graphs.run(step.rows, step.ends, with_filters=with_filters, new_pages=pages)
         return _Replayed(step, outcome, began, is_replayed=self.graphs.captures)
+
+    def _run_prompts(self, step: Step, values: Sequence[SampleRow], began: float) -> StepHandle | None:
+        """A step of a few short prompts that the kernel draws; None where it is not one."""
+        rows = np.frombuffer(step.rows, dtype=np.int32)
+        if (self._state.num_prompt_logprobs[rows] != NO_LOGPROBS).any() or not self._is_plain(rows):
+            return None
+        self.kv_pool.copy_pages(step.page_copies)
+        with_filters = bool(self._has_filters[rows].any())
+        outcome = self.prompt_steps.run(step, values, with_filters=with_filters)
+        if outcome is None:
+            return None
+        return _ReplayedPrompts(step, outcome, began, is_replayed=self.graphs.captures)
 
     def _run_special(self, step: Step, pages: NewPages, began: float) -> StepHandle:
         """A decode step with rows that the kernel does not draw: the network from a graph, then the sampler.
@@ -189,8 +216,10 @@ class CudaRunner(TorchRunner):
         """Lets go of the graphs, the model and the pool; the runner is of no use afterwards."""
         if "graphs" in self.__dict__:
             self.graphs.close()
+            self.prompt_steps.close()
             self.prompt_graphs.close()
-        for name in ("graphs", "prompt_graphs", "_fused", "_attention", "_columns", "_scratch"):
+        steps = ("graphs", "prompt_steps", "prompt_graphs")
+        for name in (*steps, "_fused", "_attention", "_columns", "_scratch"):
             self.__dict__.pop(name, None)
         super().close()
 
@@ -201,7 +230,8 @@ class CudaRunner(TorchRunner):
             return False
         return not (state.has_edits[rows].any() or (state.num_logprobs[rows] != NO_LOGPROBS).any())
 
-    def _start_columns(self, starts: Sequence[RowStart]) -> None:
+    def _sample_rows(self, starts: Sequence[RowStart]) -> list[SampleRow]:
+        """How sequences that enter a row are sampled; notes on the host who has filters."""
         values = []
         for start in starts:
             params = start.params
@@ -216,7 +246,7 @@ class CudaRunner(TorchRunner):
                     choice=start.choice_index,
                 )
             )
-        write_rows(self._columns, [start.row for start in starts], values)
+        return values
 
     def _forward(self, tensors: StepTensors) -> Tensor:
         hidden = torch.nn.functional.embedding(tensors.input_ids, self._fused.embedding)
@@ -273,7 +303,25 @@ class _Replayed:
         ids: list[int] = drawn.tolist()
         failed = {}
         if not is_finite.all():
-            failed = dict.fromkeys((is_finite == 0).nonzero()[0].tolist(), "non-finite logits")
+            failed = dict.fromkeys((is_finite == 0).nonzero()[0].tolist(), BAD_LOGITS)
         for i in failed:
             ids[i] = NO_TOKEN_ID
+        return StepResult(token_ids=ids, failed=failed, seconds=time.perf_counter() - self._began)
+
+
+class _ReplayedPrompts(_Replayed):
+    """The same for prompts: not every span has a token, and hidden states of all are looked at."""
+
+    def result(self) -> StepResult:
+        """Waits for the step, then reads them."""
+        step = self._step
+        drawn, is_finite, is_broken = self._outcome.arrived()
+        broken = is_broken[: len(step.rows)].nonzero()[0].tolist()
+        failed = dict.fromkeys(broken, BAD_HIDDEN)
+        for i, span in enumerate(step.sampled):
+            if not is_finite[i]:
+                failed.setdefault(span, BAD_LOGITS)
+        ids = drawn[: len(step.sampled)].tolist()
+        if failed:
+            ids = [NO_TOKEN_ID if s in failed else t for s, t in zip(step.sampled, ids, strict=True)]
         return StepResult(token_ids=ids, failed=failed, seconds=time.perf_counter() - self._began)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels.backend import GraphBackend
 from kernels.batch import KvLayer, PagedBatch
+from kernels.prompt_step import mark_broken, prompt_inputs
 from worker.model.fused import FusedModel
 
 SMALLEST = 64  # tokens
@@ -60,13 +61,17 @@ class PromptGraphs:
         self.sizes = token_sizes(max_tokens)
         room = max(self.sizes, default=0)
         like, device = model.embedding, page_table.device
-        self._residual = torch.zeros(room, like.shape[1], dtype=like.dtype, device=device)
+        self.hidden = torch.zeros(room, like.shape[1], dtype=like.dtype, device=device)
+        """[largest size, hidden]: what a step leaves, before the last norm."""
         self._positions = torch.zeros(room, dtype=torch.int32, device=device)
         self._slots = torch.full((room,), dummy_slot, dtype=torch.int32, device=device)
         self._q = model.new_q(room)
         self._attended = torch.zeros_like(self._q)
         self.whole_sizes = [size for size in self.sizes if size <= WHOLE_TOKENS]
-        self._static = backend.static_prefill(page_table, max(self.whole_sizes)) if self.whole_sizes else None
+        self.static = backend.static_prefill(page_table, max(self.whole_sizes)) if self.whole_sizes else None
+        # Of a whole step: tokens whose hidden states are not finite.
+        self.is_broken = torch.zeros(max(self.whole_sizes, default=0), dtype=torch.int32, device=device)
+        self._page_table = page_table
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}  # by size, in pieces
         self._whole: dict[int, torch.cuda.CUDAGraph] = {}
         self._captures = capture and device.type == "cuda"
@@ -86,11 +91,38 @@ class PromptGraphs:
             tokens = (batch.positions, batch.write_slots)
             return self._model.forward(hidden, *tokens, self._kv, self._attend_eagerly)
         self._take(hidden, batch, size)
-        if self._static is not None and size in self.whole_sizes and self._static.prepare(batch, size):
+        if self.static is not None and size in self.whole_sizes and self.static.prepare(batch, size):
             self._run_whole(size)
         else:
             self._run_pieces(batch, size, num_tokens)
-        return self._residual[:num_tokens]
+        return self.hidden[:num_tokens]
+
+    def whole_size(self, num_tokens: int) -> int | None:
+        """The size of the graph that holds a whole step of so many tokens, None where none does."""
+        if self.static is None:
+            return None
+        return next((size for size in self.whole_sizes if size >= num_tokens), None)
+
+    def run_read(self, token_ids: Tensor, size: int) -> Tensor:
+        """As `run`, of a step whose spans are in `static.words` and whose tokens are in the tables.
+
+        Returns [size, hidden], padding behind the step's tokens. token_ids int32, of the shape of the page
+        table. Also fills `is_broken` up to `size`.
+        """
+        assert self.static is not None, "the backend has no static prefill"
+        residual = self.hidden[:size]
+        prompt_inputs(
+            self.static.words,
+            self._page_table,
+            token_ids,
+            self._model.embedding,
+            self._positions[:size],
+            self._slots[:size],
+            residual,
+            dummy_slot=self._dummy_slot,
+        )
+        self._run_whole(size)
+        return residual
 
     def capture_all(self) -> None:
         """Captures every size, the largest first; nothing where graphs are off."""
@@ -104,12 +136,13 @@ class PromptGraphs:
             self._whole_body(size)
 
     def _whole_body(self, size: int) -> None:
-        static = self._static
+        static = self.static
         assert static is not None, "the backend has no static prefill"
         pieces = self.pieces(size)
         for layer_kv, _ in zip(self._layers, pieces, strict=False):
             static.attend(layer_kv, self._q[:size], self._attended[:size], scale=self._scale)
         next(pieces)
+        mark_broken(self.hidden[:size], self.is_broken)
 
     def _run_pieces(self, batch: PagedBatch, size: int, num_tokens: int) -> None:
         self._backend.plan(batch)
@@ -129,7 +162,7 @@ class PromptGraphs:
 
     def pieces(self, size: int) -> Iterator[None]:
         """Runs all of a step of `size` tokens but its attention, piece by piece."""
-        residual, positions, slots = self._residual[:size], self._positions[:size], self._slots[:size]
+        residual, positions, slots = self.hidden[:size], self._positions[:size], self._slots[:size]
         q, attended = self._q[:size], self._attended[:size].flatten(1)
         pending: Tensor | None = None
         for number, layer_kv in enumerate(self._layers):
@@ -151,12 +184,22 @@ class PromptGraphs:
 
     def _take(self, hidden: Tensor, batch: PagedBatch, size: int) -> None:
         num_tokens = hidden.shape[0]
-        self._residual[:num_tokens].copy_(hidden)
+        self.hidden[:num_tokens].copy_(hidden)
         self._positions[:num_tokens].copy_(batch.positions)
         self._slots[:num_tokens].copy_(batch.write_slots)
         if num_tokens < size:
             self._positions[num_tokens:size].zero_()
             self._slots[num_tokens:size].fill_(self._dummy_slot)
+
+    def captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """What `work` queues, as a graph in the memory of the others; it must have run before."""
+        stream = self._stream
+        assert stream is not None, "graphs are off"
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph = self._recorded(work)
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph
 
     def _capture(self, size: int) -> None:
         stream = self._stream
@@ -170,12 +213,12 @@ class PromptGraphs:
                     pass
             pieces = self.pieces(size)
             count = len(self._layers) + 1
-            self._graphs[size] = [self._captured(lambda: next(pieces)) for _ in range(count)]
-            if self._static is not None and size in self.whole_sizes:
-                self._whole[size] = self._captured(lambda: self._whole_body(size))
+            self._graphs[size] = [self._recorded(lambda: next(pieces)) for _ in range(count)]
+            if self.static is not None and size in self.whole_sizes:
+                self._whole[size] = self._recorded(lambda: self._whole_body(size))
         torch.cuda.current_stream().wait_stream(stream)
 
-    def _captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _recorded(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:

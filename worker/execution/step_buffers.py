@@ -1,4 +1,4 @@
-"""Pinned host memory that decode steps read and write from the device, a buffer for each step in flight.
+"""Pinned host memory that steps read and write from the device, a buffer for each step in flight.
 
 Owns the memory and the events. A buffer is written again only when the device is past the step that had it
 (H9); what that step left must have been read by then.
@@ -6,6 +6,7 @@ Owns the memory and the events. A buffer is written again only when the device i
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,35 +14,47 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.plan_buffers import Event
-from kernels.zero_copy import BATCH_COLUMNS, IDS, IS_FINITE, RESULT_COLUMNS, padded_room
+from kernels.zero_copy import BATCH_COLUMNS, RESULT_COLUMNS, padded_room
 
 DEPTH = 4
 """Buffers. The engine has two steps in flight; a caller that is further ahead waits for the device."""
 
 
+class BufferShapes(NamedTuple):
+    """Lines and entries of a line, int32: what the host sends, and what comes back."""
+
+    sent: tuple[int, int]
+    results: tuple[int, int]
+
+
+def decode_shapes(max_batch: int) -> BufferShapes:
+    """Of decode steps of up to `max_batch` spans: kernels.zero_copy."""
+    room = padded_room(max_batch)
+    return BufferShapes((BATCH_COLUMNS, room), (RESULT_COLUMNS, room))
+
+
 class StepBuffer:
     """Memory of one step at a time. `number` says of which, counted from 1."""
 
-    def __init__(self, room: int, new_event: Callable[[], Event], *, is_pinned: bool) -> None:
-        def column(count: int) -> Tensor:
-            return torch.zeros(count, room, dtype=torch.int32, pin_memory=is_pinned)
+    def __init__(self, shapes: BufferShapes, new_event: Callable[[], Event], *, is_pinned: bool) -> None:
+        def lines(shape: tuple[int, int]) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, pin_memory=is_pinned)
 
-        self.batch = column(BATCH_COLUMNS)  # the host writes it, the device reads it
+        self.batch = lines(shapes.sent)  # the host writes it, the device reads it
         self.batch_columns: NDArray[np.int32] = self.batch.numpy()
-        self.results = column(RESULT_COLUMNS)  # the other way round
+        self.results = lines(shapes.results)  # the other way round
         self.result_columns: NDArray[np.int32] = self.results.numpy()
         self.event = new_event()
         self.number = 0
 
 
 class StepBuffers:
-    """Buffers for steps of up to `max_batch` spans, handed out in turn."""
+    """Buffers of the same shapes, handed out in turn."""
 
     def __init__(
-        self, max_batch: int, new_event: Callable[[], Event], *, is_pinned: bool, depth: int = DEPTH
+        self, shapes: BufferShapes, new_event: Callable[[], Event], *, is_pinned: bool, depth: int = DEPTH
     ) -> None:
-        room = padded_room(max_batch)
-        self._buffers = [StepBuffer(room, new_event, is_pinned=is_pinned) for _ in range(depth)]
+        self._buffers = [StepBuffer(shapes, new_event, is_pinned=is_pinned) for _ in range(depth)]
         self._count = 0
 
     @contextmanager
@@ -81,10 +94,9 @@ class StepOutcome:
         """Whether `arrived` would not wait."""
         return self._buffer.event.query()
 
-    def arrived(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Waits for the step. Ids and whether the logits were finite, [num_rows]; views of the buffer."""
+    def arrived(self) -> NDArray[np.int32]:
+        """Waits for the step. The lines of its results, [lines, num_rows]: a view of the buffer."""
         buffer = self._buffer
         assert buffer.number == self._number, "the buffer of this step has another one already"
         buffer.event.synchronize()
-        columns = buffer.result_columns[:, : self._num_rows]
-        return columns[IDS], columns[IS_FINITE]
+        return buffer.result_columns[:, : self._num_rows]

@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 NO_TOKEN_ID = -1
 """In StepResult.token_ids where the span failed: nothing that could be taken for a token."""
 
+BAD_HIDDEN, BAD_LOGITS = "non-finite hidden state", "non-finite logits"
+"""Why a span failed, in StepResult.failed."""
+
 NOTHING_LEFT = "min_tokens or logit_bias forbid all tokens that the constraint allows"
 
 
@@ -189,9 +192,13 @@ class TorchRunner:
                 torch.cuda.empty_cache()
 
     def _run(self, step: Step, began: float) -> StepHandle:
-        self.token_pool.start_rows(step.row_starts)
         self._state.start_rows(step.row_starts)
         self.constraint_masks.start_rows(step.row_starts)
+        return self._run_started(step, began)
+
+    def _run_started(self, step: Step, began: float) -> StepHandle:
+        """A step whose rows are known on the host."""
+        self.token_pool.start_rows(step.row_starts)
         self.page_table.write_pages(step.new_page_rows, step.new_page_indexes, step.new_page_ids)
         self.kv_pool.copy_pages(step.page_copies)
         self._refresh([copy.target for copy in step.page_copies])
@@ -329,14 +336,14 @@ class Launched:
         failed: dict[int, str] = {}
         dead_ends: list[int] = []
         if self._check is not None:
-            failed = dict.fromkeys(self._check.spans(), "non-finite hidden state")
+            failed = dict.fromkeys(self._check.spans(), BAD_HIDDEN)
         if self._is_finite is not None:
             for i in np.flatnonzero(~self._is_finite.arrived()).tolist():
                 span = self._step.sampled[i]
                 if self._masks is not None and i in self._masks.indexes and span not in failed:
                     failed[span] = self._masks.dead_ends.get(i, NOTHING_LEFT)
                     dead_ends.append(span)
-                failed.setdefault(span, "non-finite logits")
+                failed.setdefault(span, BAD_LOGITS)
         return failed, dead_ends
 
     def _token_ids(self, failed: dict[int, str]) -> list[int]:

@@ -1,0 +1,221 @@
+"""Steps of a few short prompts: one message to the device, graphs, one message back.
+
+A lone prompt on an idle machine waits for its first token, and the host's launches were longer than what a
+small model's device computes. So whatever such a step needs is put into pinned memory, one kernel reads it,
+two graphs follow (the network, then head and draw), and one kernel leaves the results where the host reads
+them. Owns the buffers and the graphs of the head; the network's are those of PromptGraphs. Which steps these
+are: prompts alone, as many tokens and spans as a whole graph holds, rows that the kernel draws.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kernels.plan_buffers import new_event
+from kernels.prompt_step import (
+    BLOCK,
+    COLUMN_ROWS,
+    COLUMNS,
+    MESSAGE_LINES,
+    NO_ENTRY,
+    PAGE_IDS,
+    PAGE_INDEXES,
+    PAGE_ROWS,
+    REST,
+    REST_WORDS,
+    RESULT_LINES,
+    SAMPLED_ENDS,
+    SAMPLED_ROWS,
+    SAMPLED_TOKENS,
+    TOKEN_IDS,
+    TOKEN_POSITIONS,
+    TOKEN_ROWS,
+    WORDS,
+    message_room,
+    read_prompts,
+    write_prompt_results,
+)
+from kernels.sample import SampleScratch, sample
+from kernels.sample_columns import NUM_COLUMNS, SampleColumns, SampleRow, matrix_of
+from kernels.static_prefill import MAX_SPANS
+from worker.execution.page_table import PageTable
+from worker.execution.prompt_graphs import PromptGraphs
+from worker.execution.step_buffers import BufferShapes, StepBuffer, StepBuffers, StepOutcome
+from worker.execution.token_pool import TokenPool
+from worker.model.fused import FusedModel
+from worker.scheduling.step import RowStart, Step
+
+TOKEN_ROOM = 4096
+"""Known tokens of rows that start: prompts with what is cached of them. More are sent before the message."""
+
+Message = NDArray[np.int32]
+
+
+class Spans(NamedTuple):
+    """See kernels.batch.HostSpans."""
+
+    rows_host: Sequence[int]
+    kv_lens_host: Sequence[int]
+    q_lens_host: Sequence[int]
+    num_decode: int
+
+
+class PromptSteps:
+    """`run` launches a step, where it is one of these."""
+
+    def __init__(
+        self,
+        graphs: PromptGraphs,
+        model: FusedModel,
+        page_table: PageTable,
+        token_pool: TokenPool,
+        columns: SampleColumns,
+        scratch: SampleScratch,
+        *,
+        capture: bool,
+    ) -> None:
+        device = page_table.slots.device
+        self._graphs = graphs
+        self._model = model
+        self._page_table = page_table
+        self._token_pool = token_pool
+        self._columns = columns
+        self._scratch = scratch
+        self._is_finite = scratch.is_finite.view(torch.int8)
+        num_words = graphs.static.words.shape[0] if graphs.static is not None else 0
+        self._room = message_room(TOKEN_ROOM, num_words)
+        shapes = BufferShapes((MESSAGE_LINES, self._room), (RESULT_LINES, MAX_SPANS))
+        is_cuda = device.type == "cuda"
+        self._buffers = StepBuffers(shapes, lambda: new_event(device), is_pinned=is_cuda)
+        self._sampled = torch.zeros(3, MAX_SPANS, dtype=torch.int32, device=device)
+        self._max_sampled = min(MAX_SPANS, scratch.ids.shape[0])
+        self._heads: dict[int, torch.cuda.CUDAGraph] = {}  # by number of sampled tokens
+        self._captures = capture and is_cuda
+
+    def run(self, step: Step, starts: Sequence[SampleRow], *, with_filters: bool) -> StepOutcome | None:
+        """Queues a step; None, and nothing is queued, where it needs another way.
+
+        starts: how each of step.row_starts is sampled; `with_filters`: whether a sampled row has any. Page
+        copies must be queued already, and every sampled row must be one that the kernel draws.
+        """
+        size = self._size_of(step)
+        if size is None:
+            return None
+        with self._buffers.next() as buffer:
+            count = self._fill(buffer.batch_columns, step, starts, size)
+            if count is None:
+                return None
+            self._launch(buffer, count, size, len(step.sampled), with_filters)
+        return StepOutcome(buffer, MAX_SPANS)
+
+    def run_bodies(self) -> None:
+        """A step of nobody through every kernel: for compiling them beforehand."""
+        if self._graphs.static is None:
+            return
+        with self._buffers.next() as buffer:
+            into, rest = buffer.batch_columns, buffer.batch_columns[REST]
+            into[:], into[WORDS], rest[SAMPLED_TOKENS:SAMPLED_ROWS] = NO_ENTRY, 0, 0
+            rest[SAMPLED_ROWS:SAMPLED_ENDS], rest[SAMPLED_ENDS:COLUMN_ROWS] = self._page_table.dummy_row, 1
+            size = min(self._graphs.whole_sizes)
+            for num_sampled in (1, self._max_sampled):
+                self._launch(buffer, BLOCK, size, num_sampled, with_filters=False)
+
+    def capture_all(self) -> None:
+        """Captures the heads, the largest first; nothing where graphs are off."""
+        if not self._captures or self._graphs.static is None:
+            return
+        self.run_bodies()  # what the graphs record has run once
+        for count in range(self._max_sampled, 0, -1):
+            self._heads[count] = self._graphs.captured(partial(self._head_body, count, False))
+
+    def close(self) -> None:
+        """Lets go of the graphs; waits for the steps in flight."""
+        self._buffers.close()
+        self._heads.clear()
+
+    def _size_of(self, step: Step) -> int | None:
+        if step.num_decode or len(step.rows) > self._max_sampled:
+            return None
+        return self._graphs.whole_size(step.num_tokens)
+
+    def _fill(self, into: Message, step: Step, starts: Sequence[SampleRow], size: int) -> int | None:
+        """Writes the message; entries that the device is to read, None where the step is not for a graph."""
+        static = self._graphs.static
+        assert static is not None, "there is a size"
+        q_lens = [end - start for start, end in zip(step.starts, step.ends, strict=True)]
+        if not static.fill(Spans(step.rows, step.ends, q_lens, step.num_decode), size, into[WORDS]):
+            return None
+        num_tokens = self._fill_tokens(into, step.row_starts)
+        num_pages = self._fill_pages(into, step)
+        num_words = static.num_words(size)
+        count = -(-max(num_tokens, num_pages, num_words, REST_WORDS) // BLOCK) * BLOCK
+        into[TOKEN_ROWS, num_tokens:count], into[PAGE_ROWS, num_pages:count] = NO_ENTRY, NO_ENTRY
+        self._fill_sampled(into[REST], step, q_lens)
+        _fill_columns(into[REST], step.row_starts, starts)
+        return count
+
+    def _fill_tokens(self, into: Message, starts: Sequence[RowStart]) -> int:
+        if sum(len(start.token_ids) for start in starts) > self._room:
+            self._token_pool.start_rows(starts)
+            return 0
+        at = 0
+        for start in starts:
+            end = at + len(start.token_ids)
+            into[TOKEN_ROWS, at:end] = start.row
+            into[TOKEN_POSITIONS, at:end] = np.arange(end - at, dtype=np.int32)
+            into[TOKEN_IDS, at:end] = start.token_ids
+            at = end
+        return at
+
+    def _fill_pages(self, into: Message, step: Step) -> int:
+        count = len(step.new_page_ids)
+        pages = (step.new_page_rows, step.new_page_indexes, step.new_page_ids)
+        if count > self._room:
+            self._page_table.write_pages(*pages)
+            return 0
+        if count:
+            into[PAGE_ROWS, :count], into[PAGE_INDEXES, :count], into[PAGE_IDS, :count] = pages
+        return count
+
+    @staticmethod
+    def _fill_sampled(rest: Message, step: Step, q_lens: Sequence[int]) -> None:
+        last = np.cumsum(q_lens, dtype=np.int32) - 1
+        for at, span in enumerate(step.sampled):
+            rest[SAMPLED_TOKENS + at] = last[span]
+            rest[SAMPLED_ROWS + at] = step.rows[span]
+            rest[SAMPLED_ENDS + at] = step.ends[span]
+
+    def _launch(
+        self, buffer: StepBuffer, count: int, size: int, num_sampled: int, with_filters: bool
+    ) -> None:
+        static, table, ids = self._graphs.static, self._page_table, self._token_pool.ids
+        assert static is not None, "there is a size"
+        into = (table.slots, ids, self._columns.matrix, static.words, self._sampled)
+        read_prompts(buffer.batch, *into, count, page_size=table.page_size)
+        self._graphs.run_read(ids, size)
+        self._run_head(num_sampled, with_filters)
+        flags = (self._is_finite, self._graphs.is_broken)
+        write_prompt_results(self._scratch.ids, *flags, static.words, buffer.results)
+
+    def _run_head(self, count: int, with_filters: bool) -> None:
+        if count in self._heads and not with_filters:
+            self._heads[count].replay()
+        elif count:
+            self._head_body(count, with_filters)
+
+    def _head_body(self, count: int, with_filters: bool) -> None:
+        tokens, rows, ends = self._sampled[:, :count]
+        logits = self._model.logits(self._graphs.hidden.index_select(0, tokens))
+        where = (rows, ends, self._columns, self._scratch, self._model.config.vocab_size)
+        sample(logits, *where, with_filters=with_filters, token_pool=self._token_pool.ids)
+
+
+def _fill_columns(rest: Message, starts: Sequence[RowStart], values: Sequence[SampleRow]) -> None:
+    rows, count = rest[COLUMN_ROWS:COLUMNS], len(starts)
+    rows[:count], rows[count:] = [start.row for start in starts], NO_ENTRY
+    if count:
+        rest[COLUMNS:REST_WORDS].reshape(NUM_COLUMNS, MAX_SPANS)[:, :count] = matrix_of(values)
