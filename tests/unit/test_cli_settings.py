@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvatlas.cli import config, connecting, exits
+from kvatlas.cli.option import Option
 from kvatlas.cli.options import COMMANDS, options_of
 from kvatlas.client import errors
 
@@ -75,9 +76,49 @@ def test_a_file_that_does_not_fit_is_refused_with_the_name(
     file.write_text(text)
     command = "generate"
     if sentence is None:
-        command, sentence = "serve", "runner = 'gpu' is none of torch, fake"
+        command, sentence = "serve", "runner: 'gpu' is none of torch, fake"
     with pytest.raises(config.ConfigError, match=sentence):
         config.read([command, "--config", str(file)], {})
+
+
+def absurd_values(option: Option) -> list[str]:
+    """Texts of the option's kind that no server, sleep or picture could take."""
+    return [str(2 * option.least - 1), "1" + "0" * 30, *["nan", "inf", "-inf"][: 3 * (option.kind is float)]]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_number_that_cannot_be_meant_is_refused_with_its_name(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It went on to whatever could not take it: a traceback, or a loop without a pause."""
+    parser = config.build_parser()
+    for option in options_of(COMMANDS[command]):
+        if option.kind not in (int, float):
+            continue
+        for text in absurd_values(option):
+            with pytest.raises(SystemExit) as ended:
+                parser.parse_args([command, f"{option.flag}={text}"])
+            assert ended.value.code == exits.USAGE
+            shown = f"{float(text):g}" if option.kind is float else text
+            assert f"{option.flag}: {shown} is not in [" in capsys.readouterr().err
+
+
+def test_numbers_of_variables_and_files_are_looked_at_too(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    for value, sentence in (("-1", r"-1 is not in \[0, 1e\+09\]"), ("nan", "nan is not in"), ("1", "")):
+        file.write_text(f"[top]\ninterval = {value}\n")
+        for arguments, environment in (
+            (["top"], {"KVATLAS_TOP_INTERVAL": value}),
+            (["top", "--config", str(file)], {}),
+        ):
+            if sentence:
+                with pytest.raises(config.ConfigError, match=rf"(?i)interval: {sentence}"):
+                    config.read(arguments, environment)
+            else:
+                assert config.read(arguments, environment).interval == 1.0
+    file.write_text("[generate]\nstop_token_id = [1, -1]\n")
+    with pytest.raises(config.ConfigError, match=r"stop_token_id: -1 is not in \[0, 2147483647\]"):
+        config.read(["generate", "--config", str(file)], {})
 
 
 def test_a_missing_file_and_bad_variables_are_refused() -> None:
@@ -173,6 +214,7 @@ def test_help_loads_nothing_slow() -> None:
     ("error", "code"),
     [
         (config.ConfigError("x"), 2),
+        (errors.RequestError("x"), 2),
         (exits.CommandFailed("x"), 1),
         (exits.CommandFailed("x", exits.USAGE), 2),
         (errors.InvalidRequest("x"), 2),

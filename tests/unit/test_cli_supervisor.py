@@ -194,6 +194,19 @@ def test_a_busy_port_is_told_with_the_flag_that_changes_it() -> None:
             ports.choose_ports({"--listen": ("127.0.0.1", port)})
 
 
+def test_all_busy_ports_are_told_at_once() -> None:
+    """Whoever starts a second server had to try once for each of its four ports."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        first, second = one.getsockname(), other.getsockname()
+        with pytest.raises(CommandFailed) as refused:
+            ports.choose_ports({"--listen": first, "--a": ("127.0.0.1", 0), "--metrics-port": second})
+    assert str(refused.value) == (
+        f"ports {first[1]} and {second[1]} are taken, perhaps by another server: choose others with --listen"
+        " and --metrics-port, or 0 for any free ones"
+    )
+    assert refused.value.code == 2
+
+
 def test_port_0_gives_different_free_ports() -> None:
     chosen = ports.choose_ports({"--a": ("127.0.0.1", 0), "--b": ("127.0.0.1", 0)})
     assert len({*chosen.values(), 0}) == 3

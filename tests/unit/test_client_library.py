@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import json
+import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,12 +25,13 @@ from kvatlas.client.errors import (
     Incomplete,
     InvalidRequest,
     Refused,
+    RequestError,
     ServerFailure,
     Unavailable,
     build_error,
 )
 from kvatlas.client.events import Delta, Finished, Started, Summary
-from kvatlas.client.request import Message, build_spec
+from kvatlas.client.request import Message, Options, build_spec
 from kvatlas.client.stream import gather
 from kvatlas.client.sync import Client
 from kvatlas.v1 import generation_pb2 as pb
@@ -401,6 +404,33 @@ def test_an_unknown_option_and_a_mixed_prompt_are_refused_here() -> None:
         build_spec([1, Message("user", "x")], {})  # type: ignore[list-item]
     with pytest.raises(ValueError, match="unknown chat role"):
         build_spec([Message("boss", "x")], {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": -3},
+        {"top_k": 2**32},
+        {"seed": -1},
+        {"n": -1},
+        {"logprobs": -1},
+        {"priority": 2**31},
+        {"stop_token_ids": [5, -1]},
+        {"logit_bias": {-1: 1.0}},
+        {"max_duration_seconds": math.nan},
+        {"queue_timeout_seconds": math.inf},
+        {"max_duration_seconds": 1e30},
+    ],
+)
+def test_a_value_that_no_request_can_carry_is_refused_with_its_name(options: Options) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(RequestError, match=f"^{name}: {re.escape(repr(value))} is out of range$"):
+        build_spec("hi", options)
+
+
+def test_token_ids_that_no_request_can_carry_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"^prompt: token ids must be from 0 to 4294967295$"):
+        build_spec([1, -1], {})
 
 
 def test_an_empty_list_of_ids_is_sent_as_such() -> None:

@@ -12,6 +12,7 @@ import tempfile
 import tomllib
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -147,14 +148,27 @@ def _add_flag(parser: argparse.ArgumentParser, option: Option) -> None:
     text = (option.help + shown).replace("%", "%%")
     if option.kind is bool:
         parser.add_argument(*names, dest=option.name, action=argparse.BooleanOptionalAction, help=text)
-    elif option.is_list:
-        parser.add_argument(
-            *names, dest=option.name, action="append", type=option.kind, metavar=option.metavar, help=text
-        )
     elif option.choices:
         parser.add_argument(*names, dest=option.name, choices=tuple(option.choices), help=text)
     else:
-        parser.add_argument(*names, dest=option.name, type=option.kind, metavar=option.metavar, help=text)
+        parser.add_argument(
+            *names,
+            dest=option.name,
+            action="append" if option.is_list else "store",
+            type=lambda given: _from_flag(option, given),
+            metavar=option.metavar,
+            help=text,
+        )
+
+
+def _from_flag(option: Option, text: str) -> Any:
+    try:
+        value = option.kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {_KIND_NAMES[option.kind]}") from None
+    if why := option.wrong(value):
+        raise argparse.ArgumentTypeError(why)
+    return value
 
 
 def _shown(default: Any) -> str:
@@ -205,34 +219,35 @@ def _from_environment(environment: Mapping[str, str], command: Command) -> dict[
 def _typed(option: Option, value: Any, where: str) -> Any:
     """A value of TOML; whole numbers pass where a number is wanted."""
     if option.is_list and isinstance(value, list):
-        single = Option(option.name, option.kind, option.help)
+        single = replace(option, is_list=False)
         return [_typed(single, item, where) for item in value]
     if option.kind is float and type(value) is int:
-        return float(value)
+        value = float(value)
     if option.is_list or type(value) is not option.kind:
         wanted = "a list" if option.is_list else _KIND_NAMES[option.kind]
         raise ConfigError(f"{where} = {value!r} is not {wanted}")
-    return _chosen(option, value, where)
+    return _fitting(option, value, where)
 
 
 def _parsed(option: Option, text: str, where: str) -> Any:
     """A value of the environment."""
     if option.is_list:
-        single = Option(option.name, option.kind, option.help)
+        single = replace(option, is_list=False)
         return [_parsed(single, line, where) for line in text.splitlines()]
     if option.kind is bool:
         if text.lower() not in TRUE | FALSE:
             raise ConfigError(f"{where}={text!r} is not true or false")
         return text.lower() in TRUE
     try:
-        return _chosen(option, option.kind(text), where)
+        value = option.kind(text)
     except ValueError:
         raise ConfigError(f"{where}={text!r} is not {_KIND_NAMES[option.kind]}") from None
+    return _fitting(option, value, where)
 
 
-def _chosen(option: Option, value: Any, where: str) -> Any:
-    if option.choices and value not in option.choices:
-        raise ConfigError(f"{where} = {value!r} is none of {', '.join(option.choices)}")
+def _fitting(option: Option, value: Any, where: str) -> Any:
+    if why := option.wrong(value):
+        raise ConfigError(f"{where}: {why}")
     return value
 
 

@@ -43,6 +43,7 @@ def _client_code(error: Exception) -> int | None:
 
     table: list[tuple[type[Exception], int]] = [
         (CredentialsError, USAGE),
+        (errors.RequestError, USAGE),
         (errors.InvalidRequest, USAGE),
         (errors.NotFound, USAGE),
         (errors.Unavailable, NO_SERVER),

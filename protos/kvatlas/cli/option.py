@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+LARGEST = {int: 2**31 - 1, float: 1e9}
+"""Of numbers where nothing else is said: what every field, sleep and picture can take."""
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -21,11 +24,25 @@ class Option:
     choices: Sequence[str] = ()
     is_list: bool = False  # may be repeated; a list in TOML, one value a line in a variable
     is_secret: bool = False  # from the environment only: flags are seen by everybody, files are copied
+    least: float = 0  # of numbers: what could be meant at all, not what a server allows
+    most: float | None = None  # None: see LARGEST
 
     @property
     def flag(self) -> str:
         """The long flag."""
         return "--" + self.name.replace("_", "-")
+
+    def wrong(self, value: Any) -> str:
+        """Why a value of the right kind does not fit, with the value; empty if it does."""
+        if self.choices and value not in self.choices:
+            return f"{value!r} is none of {', '.join(self.choices)}"
+        if self.kind not in LARGEST:
+            return ""
+        most = LARGEST[self.kind] if self.most is None else self.most
+        if self.least <= value <= most:  # false for NaN
+            return ""
+        shown = [f"{each:g}" if self.kind is float else str(each) for each in (value, self.least, most)]
+        return f"{shown[0]} is not in [{shown[1]}, {shown[2]}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +79,7 @@ ADDRESS = Option(
 ADMIN_ADDRESS = Option(
     "admin_address", str, "AdminService: host:port or unix:path", DEFAULT_ADMIN_ADDRESS, metavar="ADDR"
 )
-TIMEOUT = Option("timeout", float, "deadline of each call, in seconds", 600.0, metavar="S")
+TIMEOUT = Option("timeout", float, "deadline of each call, in seconds", 600.0, metavar="S", least=0.001)
 WORKER = Option("worker_id", str, "the worker to look at; needed where there are several", "", metavar="ID")
 JSON = Option("json", bool, "print JSON", False)
 
@@ -85,9 +102,9 @@ SAMPLING = (
     Option("top_k", int, "keep the K most likely tokens; 0: all", metavar="K"),
     Option("min_p", float, "drop tokens below X times the most likely one", metavar="X"),
     Option("repetition_penalty", float, "1 is none", metavar="X"),
-    Option("frequency_penalty", float, "0 is none", metavar="X"),
-    Option("presence_penalty", float, "0 is none", metavar="X"),
-    Option("seed", int, "of the random numbers; else the server draws one and says which"),
+    Option("frequency_penalty", float, "0 is none", metavar="X", least=-1e9),
+    Option("presence_penalty", float, "0 is none", metavar="X", least=-1e9),
+    Option("seed", int, "of the random numbers; else the server draws one and says which", most=2**64 - 1),
     Option("stop", str, "end at this text (repeatable)", is_list=True, metavar="TEXT"),
     Option("stop_token_id", int, "end at this token (repeatable)", is_list=True, metavar="ID"),
     Option("min_tokens", int, "new tokens before anything may end it"),
@@ -98,6 +115,6 @@ SAMPLING = (
     Option("cache_read", bool, "look the prompt up in the prefix cache", True),
     Option("cache_write", bool, "leave the prompt's pages in the prefix cache", True),
     Option("salt", str, "share cached pages only with requests of the same salt", "", metavar="TEXT"),
-    Option("priority", int, "-100..100, larger runs first"),
+    Option("priority", int, "-100..100, larger runs first", least=-(2**31)),
     Option("queue_timeout", float, "give up when not started after this many seconds", metavar="S"),
 )

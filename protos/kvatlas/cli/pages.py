@@ -50,6 +50,7 @@ def map_lines(
 ) -> Iterator[Text]:
     """Headline, rows, legend."""
     is_ascii = "utf" not in console.encoding.lower()
+    pages_per_glyph = min(pages_per_glyph, page_map.page_count)  # more would only be room in memory
     yield Text(f"{title} " if title else "", "bold").append(page_art.headline(page_map), "not bold")
     if pages_per_glyph > 1:
         yield Text(f"one glyph is {pages_per_glyph} pages and shows the busiest of them", "dim")

@@ -19,26 +19,44 @@ def split_address(address: str) -> tuple[str, int]:
 def choose_ports(wanted: dict[str, tuple[str, int]]) -> dict[str, int]:
     """Ports by flag name: the wanted ones if they are free, any free one for 0.
 
-    Raises CommandFailed naming the flag whose port is taken. The ports are let go before this returns:
+    Raises CommandFailed naming every flag whose port is taken. The ports are let go before this returns:
     who binds them next may still fail, and then says so itself.
     """
+    chosen: dict[str, int] = {}
+    taken: dict[str, int] = {}
     with contextlib.ExitStack() as held:
-        return {flag: held.enter_context(_held(flag, host, port)) for flag, (host, port) in wanted.items()}
+        for flag, (host, port) in wanted.items():
+            try:
+                chosen[flag] = held.enter_context(_held(host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    why = f"cannot listen on {host}:{port} ({flag}): {error.strerror or error}"
+                    raise CommandFailed(why, USAGE) from None
+                taken[flag] = port
+    if taken:
+        raise CommandFailed(_sentence(taken), USAGE)
+    return chosen
 
 
 @contextlib.contextmanager
-def _held(flag: str, host: str, port: int) -> Iterator[int]:
+def _held(host: str, port: int) -> Iterator[int]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
-        try:
-            bound.bind((host, port))
-        except OSError as error:
-            raise CommandFailed(_sentence(flag, host, port, error), USAGE) from None
+        bound.bind((host, port))
         yield bound.getsockname()[1]
 
 
-def _sentence(flag: str, host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
+def _sentence(taken: dict[str, int]) -> str:
+    if len(taken) == 1:
+        ((flag, port),) = taken.items()
         return f"port {port} is taken by another process: choose one with {flag}, or 0 for any free one"
-    return f"cannot listen on {host}:{port} ({flag}): {error.strerror or error}"
+    ports, flags = _listed([str(port) for port in taken.values()]), _listed([*taken])
+    return (
+        f"ports {ports} are taken, perhaps by another server: choose others with {flags},"
+        " or 0 for any free ones"
+    )
+
+
+def _listed(words: list[str]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}"

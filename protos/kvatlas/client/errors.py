@@ -11,6 +11,8 @@
     ├── ServerFailure       the server failed on it; its log has the request id
     └── Incomplete          the stream broke its own rules: tokens are missing, or the summary is
 
+RequestError, a ValueError, is for what no request can carry: nothing was sent.
+
 `reason` is a `Reason`, one for each of errors.proto. Owns the reading of google.rpc details. Judges by
 ErrorInfo first: a proxy may change a status on its way, the reason it leaves alone.
 """
@@ -71,6 +73,10 @@ class Violation:
 
     field: str
     description: str
+
+
+class RequestError(ValueError):
+    """A prompt or a value that no request can carry; the text names the option. Nothing was sent."""
 
 
 class KvatlasError(Exception):

@@ -4,12 +4,14 @@ Owns names and nothing else: the server validates, and answers with the path of 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 from google.protobuf.duration_pb2 import Duration
 
+from kvatlas.client.errors import RequestError
 from kvatlas.v1 import generation_pb2 as pb
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -95,7 +97,11 @@ _FORMATS = {
 
 
 def build_spec(prompt: Prompt, options: Options) -> pb.GenerationSpec:
-    """The spec of a request. Raises TypeError for an unknown option, ValueError for a bad prompt or role."""
+    """The spec of a request.
+
+    Raises TypeError for an unknown option, RequestError for a prompt, a role or a value that no request can
+    carry: what a server refuses is its own affair.
+    """
     unknown = sorted(options.keys() - Options.__annotations__.keys())
     if unknown:
         raise TypeError(f"unknown option {unknown[0]!r}; known: {', '.join(sorted(Options.__annotations__))}")
@@ -111,10 +117,20 @@ def build_spec(prompt: Prompt, options: Options) -> pb.GenerationSpec:
     for target, names in ((spec.sampling, _SAMPLING), (spec.stop, _STOP), (spec.output, _OUTPUT)):
         for name in names:
             if name in given:
-                setattr(target, name, given[name])
+                with _in_range(name, given[name]):
+                    setattr(target, name, given[name])
     _set_collections(spec, options)
     _set_scheduling_and_cache(spec, options)
     return spec
+
+
+@contextmanager
+def _in_range(name: str, value: object) -> Iterator[None]:
+    """Numbers that a field cannot hold are refused with their name; protobuf has the value alone."""
+    try:
+        yield
+    except (ValueError, OverflowError):
+        raise RequestError(f"{name}: {value!r} is out of range") from None
 
 
 def build_stream(
@@ -139,12 +155,12 @@ def build_tokenize(prompt: str | Sequence[Message], include_offsets: bool) -> pb
 
 
 def build_chat(messages: Sequence[Message]) -> pb.ChatPrompt:
-    """Chat turns; ValueError for a role that does not exist."""
+    """Chat turns; RequestError for a role that does not exist."""
     chat = pb.ChatPrompt()
     for message in messages:
         name = f"CHAT_ROLE_{message.role.upper()}"
         if name not in pb.ChatRole.keys() or name == "CHAT_ROLE_UNSPECIFIED":  # noqa: SIM118 - enum wrapper
-            raise ValueError(f"unknown chat role {message.role!r}: system, user, assistant or tool")
+            raise RequestError(f"unknown chat role {message.role!r}: system, user, assistant or tool")
         chat.messages.add(
             role=pb.ChatRole.Value(name),
             content=message.content,
@@ -171,9 +187,12 @@ def _set_prompt(spec: pb.GenerationSpec, prompt: Prompt) -> None:
         spec.chat.CopyFrom(build_chat(turns))
     elif len(ids) == len(prompt):
         spec.token_ids.SetInParent()  # an empty list is still this form of prompt: the server refuses it
-        spec.token_ids.ids.extend(ids)
+        try:
+            spec.token_ids.ids.extend(ids)
+        except ValueError:
+            raise RequestError("prompt: token ids must be from 0 to 4294967295") from None
     else:
-        raise ValueError("a prompt is a text, a list of token ids, or a list of Message")
+        raise RequestError("a prompt is a text, a list of token ids, or a list of Message")
 
 
 def _set_chat_options(spec: pb.GenerationSpec, options: Options) -> None:
@@ -181,7 +200,7 @@ def _set_chat_options(spec: pb.GenerationSpec, options: Options) -> None:
     if not given:
         return
     if spec.WhichOneof("prompt") != "chat":
-        raise ValueError(f"{given[0]} is for chat prompts only")
+        raise RequestError(f"{given[0]} is for chat prompts only")
     spec.chat.tools_json.extend(_json(tool) for tool in options.get("tools") or ())
     if (variables := options.get("template_args")) is not None:
         spec.chat.template_args_json = _json(variables)
@@ -193,7 +212,7 @@ def _set_chat_options(spec: pb.GenerationSpec, options: Options) -> None:
 def _set_constraint(spec: pb.GenerationSpec, options: Options) -> None:
     given = [name for name in ("json_schema", "regex", "grammar", "choices") if options.get(name) is not None]
     if len(given) > 1:
-        raise ValueError(f"{given[0]} and {given[1]}: an answer can have one constraint")
+        raise RequestError(f"{given[0]} and {given[1]}: an answer can have one constraint")
     if (schema := options.get("json_schema")) is not None:
         spec.json_schema = _json(schema)
     if (regex := options.get("regex")) is not None:
@@ -210,23 +229,29 @@ def _json(value: str | Mapping[str, Any]) -> str:
 
 
 def _set_collections(spec: pb.GenerationSpec, options: Options) -> None:
-    spec.sampling.logit_bias.update(options.get("logit_bias") or {})
+    biases, stop_ids = options.get("logit_bias") or {}, options.get("stop_token_ids") or ()
+    with _in_range("logit_bias", biases):
+        spec.sampling.logit_bias.update(biases)
+    with _in_range("stop_token_ids", stop_ids):
+        spec.stop.stop_token_ids.extend(stop_ids)
     spec.stop.stop_strings.extend(options.get("stop_strings") or ())
-    spec.stop.stop_token_ids.extend(options.get("stop_token_ids") or ())
     spec.labels.update(options.get("labels") or {})
     form = options.get("output")
     if form is not None:
         spec.output.format = _FORMATS[form]
     limit = options.get("max_duration_seconds")
     if limit is not None:
-        spec.stop.max_duration.CopyFrom(duration(limit))
+        with _in_range("max_duration_seconds", limit):
+            spec.stop.max_duration.CopyFrom(duration(limit))
 
 
 def _set_scheduling_and_cache(spec: pb.GenerationSpec, options: Options) -> None:
     if (priority := options.get("priority")) is not None:
-        spec.scheduling.priority = priority
+        with _in_range("priority", priority):
+            spec.scheduling.priority = priority
     if (wait := options.get("queue_timeout_seconds")) is not None:
-        spec.scheduling.queue_timeout.CopyFrom(duration(wait))
+        with _in_range("queue_timeout_seconds", wait):
+            spec.scheduling.queue_timeout.CopyFrom(duration(wait))
     if (read := options.get("cache_read")) is not None:
         spec.cache.read = read
     if (write := options.get("cache_write")) is not None:
