@@ -6,13 +6,14 @@ which of them fit together, only the config classes know. The environment is han
 """
 
 import argparse
+import difflib
 import os
 import tempfile
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -21,10 +22,30 @@ Config = TypeVar("Config", bound="DataclassInstance")
 
 TRUE = frozenset({"1", "true", "yes", "on"})
 FALSE = frozenset({"0", "false", "no", "off"})
+LARGEST = 2.0**63  # beyond it no setting means anything, and much of what takes numbers cannot hold them
 
 
 class ConfigError(Exception):
     """A setting that does not exist or is out of its range; the text is for the user."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says in one line what is wrong, and what may have been meant; --help has the rest."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Flags that nobody knows are told by the parser of their command, which knows the others."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"not understood: {' '.join(unknown)}{self._meant(unknown[0])}")
+        return known, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def _meant(self, flag: str) -> str:
+        flags = [each for each in self._option_string_actions if each.startswith("--")]
+        near = difflib.get_close_matches(flag.partition("=")[0], flags, n=1)
+        return f"; did you mean {near[0]}?" if near else ""
 
 
 def option(
@@ -35,7 +56,7 @@ def option(
     low: float | None = None,
     high: float | None = None,
     bare: Callable[[], Any] | None = None,
-    metavar: str = "X",
+    metavar: str = "",
 ) -> Any:
     """A field of a config class; `bare` gives the value of its flag where none follows the flag."""
     limits = {"choices": choices, "low": low, "high": high}
@@ -66,7 +87,7 @@ class Reader(Generic[Config]):
         return bool(self._parser().parse_args(arguments).print_config)
 
     def _parser(self) -> argparse.ArgumentParser:
-        parser = argparse.ArgumentParser(
+        parser = OneLineParser(
             prog=self.program,
             allow_abbrev=False,
             description=self.description,
@@ -132,19 +153,29 @@ def _add_flag(parser: argparse.ArgumentParser, setting: Any) -> None:
     flag = "--" + setting.name.replace("_", "-")
     text = setting.metadata["help"].replace("%", "%%")
     choices, bare = setting.metadata["choices"] or None, setting.metadata["bare"]
-    metavar = None if choices else setting.metadata["metavar"]
+    metavar = None if choices else setting.metadata["metavar"] or _METAVARS.get(setting.type)
     if setting.type in (bool, bool | None):
         shown = "" if setting.default is None else f" (default: {'on' if setting.default else 'off'})"
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text + shown)
     elif bare:
         parser.add_argument(
-            flag, nargs="?", type=_KINDS[setting.type], const=bare(), metavar=metavar, help=text
+            flag, nargs="?", type=_flag_value(setting.type), const=bare(), metavar=metavar, help=text
         )
     else:
         shown = f" (default: {setting.default})" if setting.default not in ("", ()) else ""
         parser.add_argument(
-            flag, type=_KINDS[setting.type], choices=choices, metavar=metavar, help=text + shown
+            flag, type=_flag_value(setting.type), choices=choices, metavar=metavar, help=text + shown
         )
+
+
+def _flag_value(kind: Any) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return _KINDS[kind](text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {_KIND_NAMES[kind]}") from None
+
+    return read
 
 
 def _texts(text: str) -> tuple[str, ...]:
@@ -180,6 +211,13 @@ _KIND_NAMES: dict[Any, str] = {
     tuple[str, ...]: "a list",
     tuple[float, ...]: "a list",
 }
+_METAVARS: dict[Any, str] = {
+    int: "N",
+    float: "X",
+    str: "TEXT",
+    tuple[str, ...]: "LIST",
+    tuple[float, ...]: "LIST",
+}
 _LIST_PARTS: dict[Any, type] = {tuple[str, ...]: str, tuple[float, ...]: float}
 
 
@@ -206,6 +244,8 @@ def _fault(setting: Any, value: Any) -> str | None:
     choices, low, high = (setting.metadata[key] for key in ("choices", "low", "high"))
     if choices and value not in choices:
         return f"{setting.name}: {value!r} is none of {', '.join(choices)}"
+    if isinstance(value, int | float) and not abs(value) < LARGEST:  # true for NaN
+        return f"{setting.name}: {value} is out of range"
     if low is not None and not value >= low:
         return f"{setting.name}: {value} is less than {low}"
     if high is not None and not value <= high:

@@ -377,9 +377,9 @@ def test_a_busy_port_and_a_bad_model_are_told_in_one_line(tmp_path: Path) -> Non
 
 def test_a_setting_that_a_process_does_not_know_ends_serve_with_its_sentence() -> None:
     ports = ("--listen", "127.0.0.1:0", "--metrics-port", "0", "--worker-metrics-port", "0")
-    done = kvatlas("serve", *FAKE, *ports, "--set-worker", "max_sequences=3")
+    done = kvatlas("serve", *FAKE, *ports, "--set-worker", "max_runing=3")
     assert done.returncode == 2
-    assert "--max-sequences" in done.stderr
+    assert "python -m worker: not understood: --max-runing 3; did you mean --max-running?" in done.stderr
     assert "worker ended before it was ready (exit code 2)" in done.stderr
 
 

@@ -121,6 +121,23 @@ def test_numbers_of_variables_and_files_are_looked_at_too(tmp_path: Path) -> Non
         config.read(["generate", "--config", str(file)], {})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["serve", "--lisen", "x:1"], "serve: not understood: --lisen x:1; did you mean --listen?"),
+        (["pages", "now"], "pages: not understood: now"),
+        (["pages", "--width", "x"], "pages: argument --width: 'x' is not a whole number"),
+    ],
+)
+def test_a_flag_that_is_not_understood_is_told_by_its_command(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        config.read(arguments, {})
+    assert ended.value.code == exits.USAGE
+    assert capsys.readouterr().err == f"kvatlas {sentence} (see kvatlas {arguments[0]} --help)\n"
+
+
 def test_a_missing_file_and_bad_variables_are_refused() -> None:
     with pytest.raises(config.ConfigError, match=r"nowhere\.toml: No such file"):
         config.read(["pages", "--config", "nowhere.toml"], {})

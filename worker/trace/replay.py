@@ -234,7 +234,10 @@ def main(arguments: Sequence[str]) -> int:
     except (BadEvent, FoldsDiffer, DamagedRecording, NotRecorded, OSError) as error:
         kind = "bad event" if isinstance(error, BadEvent) else "damaged"
         kind = kind if isinstance(error, (BadEvent, DamagedRecording)) else "failed"
-        print(f"{settings.file}: {kind}: {error}", file=sys.stderr)  # noqa: T201
+        what = f"{kind}: {error}"
+        if isinstance(error, OSError):
+            what = error.strerror or str(error)
+        print(f"kvatlas: {settings.file}: {what}", file=sys.stderr)  # noqa: T201
         return 1
     print(json.dumps(answer) if settings.json else _as_text(answer))  # noqa: T201
     return 0

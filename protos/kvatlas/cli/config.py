@@ -14,10 +14,11 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from kvatlas.cli.option import Command, Option
 from kvatlas.cli.options import COMMANDS, SHARED, options_of
+from kvatlas.settings import OneLineParser
 
 PREFIX = "KVATLAS_"
 TRUE = frozenset({"1", "true", "yes", "on"})
@@ -55,7 +56,7 @@ def read(arguments: Sequence[str], environment: Mapping[str, str] | None = None)
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. Flags that are not given leave no trace."""
-    parser = _Parser(
+    parser = OneLineParser(
         prog="kvatlas",
         description="An LLM token server that shows you its KV cache.",
         epilog=f"kvatlas COMMAND --help has examples.\n\n{PRECEDENCE}\n\n{EXIT_CODES}",
@@ -96,13 +97,6 @@ def make_runtime_folder() -> Path:
         if base and os.access(base, os.W_OK | os.X_OK) and len(os.fsencode(base)) < MAX_SOCKET_PATH - 32:
             return Path(tempfile.mkdtemp(prefix="kvatlas-", dir=base))
     raise ConfigError("no folder for sockets: neither XDG_RUNTIME_DIR, TMPDIR nor /tmp can be written")
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; --help has the rest."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 class _Version(argparse.Action):

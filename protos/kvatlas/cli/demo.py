@@ -6,6 +6,8 @@ on a terminal) it then goes on to serve, with the dashboard, until it is interru
 """
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,8 +66,17 @@ def run(settings: Namespace) -> int:
         if code != 0:
             print(_tail(folder), file=sys.stderr)
             raise CommandFailed(f"the server ended with exit code {code}")
-    _say("The server has drained and ended. Next: `kvatlas serve`, then `kvatlas chat`, `kvatlas dashboard`.")
+    name = _own_name()
+    _say(f"The server has drained and ended. Next: `{name} serve`, then `{name} chat`, `{name} dashboard`.")
     return DONE
+
+
+def _own_name() -> str:
+    """What a user types here: in an environment that is not activated, the path of its script."""
+    script = Path(sys.executable).with_name("kvatlas")
+    if shutil.which("kvatlas") or not script.exists():
+        return "kvatlas"
+    return os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
 
 
 def _start(settings: Namespace, folder: Path) -> "subprocess.Popen[bytes]":

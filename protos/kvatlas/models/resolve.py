@@ -70,6 +70,8 @@ def _local(name: str) -> ModelFiles:
             ModelErrorReason.UNSUPPORTED_FORMAT, f"{path} is neither a .gguf file nor a folder of a model"
         )
     hint = f"; a model of the hub is written hf:{name}" if _HUB_NAME.fullmatch(name) else ""
+    if "/" not in name:
+        hint = f"; names without a path are {', '.join(known_models())}, and hf:NAME of the hub"
     raise ModelError(ModelErrorReason.FILE_MISSING, f"no such file or folder: {path}{hint}")
 
 
