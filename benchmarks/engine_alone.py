@@ -33,7 +33,7 @@ def main() -> None:
     scale, limit = order["scale"], id_limit(order["model"])
     marks = Marks()
     if order["marks"]:
-        mark_engine(marks, "torch")
+        mark_engine(marks, order["settings"]["device"])
     engine = Engine(WorkerConfig(model=order["model"], **order["settings"]))
     workload = offline_workload(scale).within(limit)
     passes = 2 if order["with_offline"] else 0

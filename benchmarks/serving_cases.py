@@ -38,19 +38,19 @@ class Clients:
         self._processes = processes
         self._folder = folder
 
-    def send(self, requests: list[Request], *, in_turn: bool = False) -> list[Answer]:
+    def send(self, requests: list[Request], *, pause: float | None = None) -> list[Answer]:
         """Sends all, each at its time; answers in the order of the requests.
 
-        `in_turn`: by one client, each when the one before is over.
+        `pause`: by one client over one connection, each so many seconds after the one before is over.
         """
-        count = 1 if in_turn else len(self._processes)
+        count = len(self._processes) if pause is None else 1
         start = time.monotonic() + LEAD_SECONDS + 0.002 * len(requests)
         for number, process in enumerate(self._processes[:count]):
             first = number % len(self._stack.addresses)
             order = {
                 "addresses": self._stack.addresses[first:] + self._stack.addresses[:first],
                 "start": start,
-                "in_turn": in_turn,
+                "pause": pause,
                 "requests": requests[number::count],
             }
             self._file(number).write_text(json.dumps(order))
@@ -217,10 +217,10 @@ def first_token_case(bench: Bench) -> list[dict[str, Any]]:
     length, alone = prompt_length(bench.scale), bench.alone
     requests = [requests_of(bench.prompt(length, 1000 + n, 4)) for n in range(2 * FIRST_TOKEN_RUNS)]
     paused, in_turn = requests[:FIRST_TOKEN_RUNS], requests[FIRST_TOKEN_RUNS:]
-    answers = [answer for request in paused for answer in bench.clients.send(request)]
+    answers = bench.clients.send([request for (request,) in paused], pause=LEAD_SECONDS)
     row = {"case": "first-token", "prompt_tokens": length}
     row |= _beside(answers, alone.first_token_ms if alone else None)
-    answers = bench.clients.send([request for (request,) in in_turn], in_turn=True)
+    answers = bench.clients.send([request for (request,) in in_turn], pause=0.0)
     row["in_turn"] = _beside(answers, alone.first_token_in_turn_ms if alone else None)
     return [row]
 

@@ -4,8 +4,9 @@ Each line of its input names a file with an order; it writes the answer beside i
 and prints a line. Ends with its input. Times are nanoseconds of CLOCK_MONOTONIC, which all processes of a
 machine share.
 
-    order   {"addresses": [...], "start": seconds, "in_turn": whether each waits for the one before it,
+    order   {"addresses": [...], "start": seconds, "pause": seconds or null,
              "requests": [{"at": s, "prompt": [ids], "tokens": n}, ...]}
+             pause: every request waits for the one before it and then so long
     answer  [{"sent": ns, "times": [ns of each message], "counts": [tokens of each message]}, ...]
 """
 
@@ -40,23 +41,25 @@ async def run(order: dict[str, Any]) -> list[dict[str, Any]]:
             await stack.enter_async_context(channel)
             await channel.channel_ready()
             stubs.append(generation_pb2_grpc.GenerationServiceStub(channel))
+        start, pause = order["start"], order["pause"]
+        if pause is not None:
+            await asyncio.sleep(max(0.0, start - time.monotonic()))
+            return [await _stream(stubs[0], request, time.monotonic() + pause) for request in requests]
         calls = [
-            _stream(stubs[number % len(stubs)], request, order["start"])
+            _stream(stubs[number % len(stubs)], request, start + request["at"])
             for number, request in enumerate(requests)
         ]
-        if order["in_turn"]:
-            return [await call for call in calls]
         return await asyncio.gather(*calls)
 
 
-async def _stream(stub: Any, request: dict[str, Any], start: float) -> dict[str, Any]:
+async def _stream(stub: Any, request: dict[str, Any], due: float) -> dict[str, Any]:
     message = pb.StreamGenerateRequest()
     message.spec.token_ids.ids.extend(request["prompt"])
     message.spec.sampling.temperature = TEMPERATURE
     message.spec.sampling.seed = request["seed"]
     message.spec.stop.max_tokens = request["tokens"]
     message.spec.stop.ignore_eos = True
-    await asyncio.sleep(max(0.0, start + request["at"] - time.monotonic()))
+    await asyncio.sleep(max(0.0, due - time.monotonic()))
     times: list[int] = []
     counts: list[int] = []
     sent = time.monotonic_ns()

@@ -20,11 +20,14 @@ from typing import Any
 
 MOST_MARKS = 1_000_000  # of a process; the oldest are lost
 
+TORCH = ("worker.execution.torch_runner:TorchRunner", "worker.execution.torch_runner:Launched")
+REPLAYED = ("worker.execution.cuda_runner:_Replayed", "worker.execution.cuda_runner:_ReplayedPrompts")
 RUNNERS = {
     "fake": ("worker.execution.fake_runner:FakeRunner", "worker.execution.fake_runner:FakeHandle"),
-    "torch": ("worker.execution.torch_runner:TorchRunner", "worker.execution.torch_runner:Launched"),
+    "cpu": TORCH,
+    "cuda": (*TORCH, *REPLAYED),
 }
-"""Modules and classes of runners and of their steps with prompts."""
+"""By device: the runner's module and class, then those of its steps."""
 
 Condition = Callable[..., bool]
 
@@ -95,19 +98,20 @@ def _is_add(_self: Any, command: Any, *_: Any) -> bool:
     return type(command).__name__ == "AddRequest"
 
 
-def mark_engine(marks: Marks, runner: str) -> None:
-    """Stations of a step, in a worker or without one; `runner` as the option of that name."""
-    owner, handle = RUNNERS[runner]
+def mark_engine(marks: Marks, device: str) -> None:
+    """Stations of a step, in a worker or without one."""
+    owner, *handles = RUNNERS[device]
     marks.wrap("worker.scheduling.scheduler:Scheduler.add", after="queued")
     marks.wrap("worker.scheduling.scheduler:Scheduler.schedule", after="scheduled")
     marks.wrap(f"{owner}.launch", after="launched")
-    marks.wrap(f"{handle}.result", before="asks for result")
+    for handle in handles:
+        marks.wrap(f"{handle}.result", before="asks for result")
     marks.wrap("worker.scheduling.scheduler:Scheduler.commit", before="result there", after="committed")
 
 
 def mark_worker(marks: Marks, arguments: Sequence[str]) -> None:
     """The worker's stations."""
-    mark_engine(marks, "fake" if "fake" in arguments else "torch")
+    mark_engine(marks, next(device for device in RUNNERS if device in arguments))
     marks.wrap("worker.link.server:EngineLink._add", before="worker has it")
     marks.wrap("worker.channels:CommandQueue.put", before="worker decoded", when=_is_add)
     marks.wrap("worker.obey:Obedience.obey", before="engine has it", when=_is_add)

@@ -21,6 +21,7 @@ from benchmarks.record import RESULTS, device_name, percentile, write_result
 from benchmarks.serving import PACKAGES, engine_alone, engine_settings
 from benchmarks.serving_cases import (
     FIRST_TOKEN_RUNS,
+    LEAD_SECONDS,
     WARM_UP_RUNS,
     client_processes,
     prompt_length,
@@ -127,8 +128,8 @@ def served_tables(options: argparse.Namespace, settings: dict[str, Any]) -> dict
     with tempfile.TemporaryDirectory(prefix="kvatlas-marks-") as folder:
         through = ("benchmarks.serving_marks", folder)
         with run_stack(options.model, flags, through=through) as stack, client_processes(stack, 1) as clients:
-            paused = [clients.send([request])[0] for request in requests[:FIRST_TOKEN_RUNS]]
-            in_turn = clients.send(requests[FIRST_TOKEN_RUNS:], in_turn=True)
+            paused = clients.send(requests[:FIRST_TOKEN_RUNS], pause=LEAD_SECONDS)
+            in_turn = clients.send(requests[FIRST_TOKEN_RUNS:], pause=0.0)
         passed = read_marks(*Path(folder).glob("*.marks"))
     tables = {}
     for name, answers in zip(WAYS, (paused, in_turn), strict=True):
