@@ -47,6 +47,7 @@ def run_stack(
     services: int = 1,
     ready_seconds: float = 120.0,
     worker_environment: Mapping[str, str] = MappingProxyType({}),
+    service_environment: Mapping[str, str] = MappingProxyType({}),
     logs: Path | None = None,
     through: Sequence[str] = (),
 ) -> Iterator[Stack]:
@@ -63,7 +64,7 @@ def run_stack(
         def start(module: str, flags: Mapping[str, object], number: int | None = None) -> "Process":
             name = f"{module}.log" if number is None else f"{module}-{number}.log"
             log = stack.enter_context((logs / name).open("wb")) if logs is not None else None
-            environment = worker_environment if module == "worker" else {}
+            environment = worker_environment if module == "worker" else service_environment
             return stack.enter_context(_process([*through, module], flags, environment, log))
 
         flags: dict[str, object] = {

@@ -7,13 +7,18 @@ Worker and service are started together, as `kvatlas serve` does; the first toke
 a prompt of 512 ids that is sent as soon as the service says that it serves. The timeline is made of both
 processes' own log lines: a phase with its beginning and its length, anything else as a moment, all in seconds
 after the start. Phases of threads lie beside those of the main thread.
+
+The first start finds no compiled kernel and no bytecode, a later one finds what the one before has kept. With
+`--bytecode as-is` Python does with bytecode what it does on this machine anyway.
 """
 
 import argparse
 import re
+import sys
 import tempfile
 import time
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +80,27 @@ def table(start: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def measure(model: str, settings: dict[str, Any], caches: Path, limit: float) -> dict[str, Any]:
-    """One start."""
-    environment = {name: str(caches / name.lower()) for name in KERNEL_CACHES}
+def bytecode_as_is() -> str:
+    """What Python does with bytecode on this machine."""
+    spec = find_spec("torch")
+    has_some = spec is not None and spec.cached is not None and Path(spec.cached).exists()
+    beside = "some beside torch" if has_some else "none beside torch"
+    return f"as is: {beside}, {'not written' if sys.dont_write_bytecode else 'written where that can be'}"
+
+
+def measure(
+    model: str, settings: dict[str, Any], caches: Path, limit: float, bytecode: dict[str, str]
+) -> dict[str, Any]:
+    """One start; `bytecode`: what Python is told about it by its environment."""
+    environment = {name: str(caches / name.lower()) for name in KERNEL_CACHES} | bytecode
     start_ns = time.time_ns()
     with run_stack(
-        model, settings, ready_seconds=limit, worker_environment=environment, logs=caches
+        model,
+        settings,
+        ready_seconds=limit,
+        worker_environment=environment,
+        service_environment=bytecode,
+        logs=caches,
     ) as stack:
         first_token = first_token_seconds(stack, model)
         ready = stack.ready_seconds
@@ -103,6 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="random:qwen3-0.6b")
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--bytecode", default="kept", choices=("kept", "as-is"))
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds of one start")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
@@ -110,14 +131,20 @@ def main() -> None:
     settings = {"device": options.device, "max-running": 256, "max-context": 4096}
     settings |= {"memory-ratio": 0.8} if options.device == "cuda" else {"num-pages": 4096}
     starts = []
+    kept = "kept" if options.bytecode == "kept" else bytecode_as_is()
+    print(f"bytecode: {kept}", flush=True)
     with tempfile.TemporaryDirectory(prefix="kvatlas-start-") as caches:
+        bytecode = {}
+        if options.bytecode == "kept":  # in a folder of this run alone, empty at first
+            bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": f"{caches}/bytecode"}
         for number in range(options.starts):
-            start = measure(options.model, settings, Path(caches), options.limit)
+            start = measure(options.model, settings, Path(caches), options.limit, bytecode)
             starts.append({"start": number + 1, **start})
             print(table(starts[-1]), flush=True)
     name = f"startup-{Path(options.model).name.removeprefix('random:').removesuffix('.gguf')}"
     device = device_name() if options.device == "cuda" else ""
-    print(write_result(name, {"starts": starts}, ["torch", "triton"], options.results, device))
+    figures = {"bytecode": kept, "starts": starts}
+    print(write_result(name, figures, ["torch", "triton"], options.results, device))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 Knows no kernel: what is launched within `compiling` is compiled instead of run. All of it is known before the
 first compiler begins, since compilers leave the interpreter no time to ask for more. Each kernel is then
-loaded by the thread that compiled it, with its launcher, which Triton 3.6 builds with the C compiler. Where
-nothing is compiled, in Triton's interpreter, launches within it run as ever.
+loaded by the thread that compiled it, or had it compiled by a process (kernels.compile_processes), with its
+launcher, which Triton 3.6 builds with the C compiler. Where nothing is compiled, in Triton's interpreter,
+launches within it run as ever.
 """
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,14 +16,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
-from triton import knobs
+from triton import compiler, knobs
 from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
 from triton.runtime.jit import JITFunction
 
 from kernels.built_modules import load_apart
+from kernels.compile_processes import CompileProcesses, take_begun
 from kernels.launcher import set_compiling
 
 MAX_THREADS = 16
+
+log = logging.getLogger(__name__)
 
 
 class CompileQueue(Executor):
@@ -68,6 +73,9 @@ def compiling(device: torch.device) -> Iterator[None]:
     kernels: dict[int, Any] = {}
     with ExitStack() as stack:
         threads = min(MAX_THREADS, os.cpu_count() or 1)
+        if (processes := take_begun()) is not None:
+            threads = stack.enter_context(processes).count
+            stack.enter_context(_compiled_by(processes))
         executor = stack.enter_context(ThreadPoolExecutor(threads, "compile"))
         stack.enter_context(_binaries_alone())
         stack.enter_context(AsyncCompileMode(queue))  # its end tells kernels what was compiled for them
@@ -78,6 +86,8 @@ def compiling(device: torch.device) -> Iterator[None]:
         except BaseException as error:  # a signal's SystemExit too: nobody may wait for a kernel for ever
             queue.fail(error)
             raise
+    if processes is not None:
+        processes.mark_compiled()
     for kernel in kernels.values():  # those that were compiled before, too
         if not isinstance(kernel, FutureKernel):
             kernel._init_handles()
@@ -100,6 +110,28 @@ def _asking(queue: CompileQueue, kernels: dict[int, Any]) -> Iterator[None]:
     finally:
         JITFunction.run = run
         set_compiling(False)
+
+
+@contextmanager
+def _compiled_by(processes: CompileProcesses) -> Iterator[None]:
+    """Kernels are compiled by a process; the thread that waits for it then finds them in the cache."""
+    compile_here = compiler.compile
+    failures: list[str] = []
+    is_on = [True]  # kernels take the function when they are first launched, and keep it
+
+    def compile_there(source: Any, **options: Any) -> Any:
+        if is_on and (why := processes.compile(source, options)):
+            failures.append(f"{source.name}: {why}")
+        return compile_here(source, **options)
+
+    compiler.compile = compile_there
+    try:
+        yield
+    finally:
+        compiler.compile = compile_here
+        is_on.clear()
+        if failures:
+            log.warning("event=compiled_here kernels=%d first=%r", len(failures), failures[0])
 
 
 @contextmanager

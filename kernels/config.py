@@ -9,3 +9,10 @@ def cache_folder() -> Path:
     shared = os.environ.get("XDG_CACHE_HOME")
     base = Path(shared) if shared and Path(shared).is_absolute() else Path("~/.cache").expanduser()
     return base / "kvatlas" / "kernels"
+
+
+def triton_cache_folder() -> Path:
+    """Where Triton keeps what it compiles, by its own rules."""
+    chosen = os.environ.get("TRITON_CACHE_DIR")
+    home = os.environ.get("TRITON_HOME") or Path("~").expanduser()
+    return Path(chosen) if chosen else Path(home) / ".triton" / "cache"

@@ -9,9 +9,11 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from kernels.compile_processes import begin_if_cold
 from kvatlas.models.errors import ModelError
 from kvatlas.process_age import process_age
 from worker import head_start, log
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 USAGE_STATUS = 2
 START_STATUS = 1
+KERNEL_MODULES = ("worker.execution.cuda_runner", "kernels.triton_backend")
+"""What they import has the kernels of a start."""
 SWITCH_SECONDS = 0.001  # a thread that holds the interpreter gives it up after 1 ms instead of 5 when asked
 
 logger = logging.getLogger("worker")
@@ -51,6 +55,8 @@ def _import_all(config: WorkerConfig) -> None:
     threads = []
     if config.runner == "torch":
         uses_cuda = config.device == "cuda"
+        if uses_cuda:
+            _begin_compilers(config)
         tasks = [head_start.open_device, head_start.prepare_triton] if uses_cuda else []
         threads = [head_start.begin(task) for task in tasks]
         with log.log_phase(logger, "import_torch"):
@@ -65,6 +71,15 @@ def _import_all(config: WorkerConfig) -> None:
             thread.join()
     gc.freeze()
     gc.enable()
+
+
+def _begin_compilers(config: WorkerConfig) -> None:
+    """Where the kernels of this start are ours, and not compiled yet."""
+    backend = config.attention_backend
+    if backend == "triton" or (backend == "auto" and find_spec("flashinfer") is None):
+        shape = (config.model, config.dtype, config.weight_dtype, config.kv_dtype, config.deterministic)
+        limits = (config.page_size, config.max_running, config.max_batch_tokens, config.max_context)
+        begin_if_cold(KERNEL_MODULES, repr((shape, limits)))
 
 
 def _run(config: WorkerConfig) -> int:

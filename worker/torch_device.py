@@ -16,6 +16,7 @@ from typing import cast
 
 import torch
 
+from kernels.compile_processes import take_begun
 from kernels.cpu.library import cpu_library
 from kernels.fp8 import E4M3
 from kvatlas.models.files import ModelFiles
@@ -122,7 +123,11 @@ class TorchDevice:
             because=choice.reason,
         )
         make = _runner(choice, device, deterministic=config.deterministic)
-        return make(model, backend, runner_config, device)
+        try:
+            return make(model, backend, runner_config, device)
+        finally:
+            if (processes := take_begun()) is not None:  # for kernels that this runner does not have
+                processes.close()
 
 
 def _runner(choice: Choice, device: torch.device, *, deterministic: bool) -> Callable[..., Runner]:

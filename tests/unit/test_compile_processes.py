@@ -1,0 +1,232 @@
+"""Processes that compile kernels: begun where nothing is compiled yet, and none is left over."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+
+from triton import knobs
+
+from kernels import compile_processes
+from kernels.compile_processes import CompileProcesses, begin_if_cold, take_begun
+from kernels.config import triton_cache_folder
+
+KERNELS = """
+import triton, triton.language as tl
+
+@triton.jit
+def double(x, n, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(x + at, 2 * tl.load(x + at, at < n), at < n)
+
+@triton.jit
+def broken(x, n, SIZE: tl.constexpr):
+    tl.static_assert(SIZE < 0, "never so small")
+"""
+
+# Triton for a GPU that is not there: it compiles for real; loading a kernel only notes it.
+PROGRAM = """
+import logging, os, pathlib
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from kernels import compile_processes
+from kernels.compile_ahead import compiling
+from kernels.compile_processes import CompileProcesses
+from kernels.launcher import launch
+from some_kernels import broken, double
+
+logging.basicConfig(level="WARNING", stream=sys.stdout, format="%(message)s")
+loaded = []
+
+class Utils:
+    def load_binary(self, name, cubin, shared, device):
+        loaded.append(name)
+        return object(), object(), 16, 0, 1024
+    def unload_module(self, module): pass
+    def get_device_properties(self, device): return {"max_shared_mem": 232448}
+
+class Driver:
+    utils = Utils()
+    launcher_cls = staticmethod(lambda source, metadata: lambda *arguments: None)
+    def get_current_device(self): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_stream(self, device): return 0
+
+driver.set_active(Driver())
+hits = []
+from triton import knobs
+knobs.compilation.listener = lambda *, src, metadata, metadata_group, times, cache_hit: hits.append(cache_hit)
+processes = CompileProcesses(["some_kernels"], 2, mark=pathlib.Path(os.environ["TRITON_CACHE_DIR"]) / "mark")
+compile_processes._begun.append(processes)
+"""
+
+
+def run(code: str, folder: Path) -> list[str]:
+    """Lines that a program prints, in a process of its own with an empty cache."""
+    (folder / "some_kernels.py").write_text(KERNELS)
+    path = [str(folder), *sys.path]
+    program = f"import sys; sys.path[:] = {path!r}\n" + PROGRAM + textwrap.dedent(code)
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache")}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+def test_kernels_come_from_the_processes_and_these_end(tmp_path: Path) -> None:
+    assert run(
+        """
+        with compiling(torch.device("cpu")):
+            for size in (16, 32, 64):
+                launch(double, (1,), (torch.zeros(64), 64), (size,), num_warps=1)
+        print(hits, loaded, processes._process.returncode, processes._mark.exists())
+        launch(double, (1,), (torch.zeros(64), 64), (128,), num_warps=1)
+        print(hits)
+        """,
+        tmp_path,
+    ) == ["[True, True, True] ['double', 'double', 'double'] -9 True", "[True, True, True, False]"]
+
+
+def test_what_a_process_cannot_compile_is_tried_here_and_says_why(tmp_path: Path) -> None:
+    printed = run(
+        """
+        try:
+            with compiling(torch.device("cpu")):
+                launch(broken, (1,), (torch.zeros(64), 64), (16,), num_warps=1)
+        except Exception as error:
+            print("here:", "never so small" in str(error))
+        print("ended", processes._process.returncode)
+        print("marked", processes._mark.exists())
+        """,
+        tmp_path,
+    )
+    assert "event=compiled_here kernels=1 first='broken: " in printed[0]
+    assert "never so small" in printed[0]
+    assert printed[-3:] == ["here: True", "ended -9", "marked False"]
+
+
+def test_processes_that_die_are_done_without(tmp_path: Path) -> None:
+    """However many kernels come after them: nobody waits for a process that is gone."""
+    printed = run(
+        """
+        processes._process.kill()  # its children go with it
+        with compiling(torch.device("cpu")):
+            for size in (16, 32, 64, 128):
+                launch(double, (1,), (torch.zeros(64), 64), (size,), num_warps=1)
+        print(hits, loaded)
+        """,
+        tmp_path,
+    )
+    assert 'event=compiled_here kernels=4 first="double: no answer: ' in printed[0]
+    assert printed[-1] == f"{[False] * 4} {['double'] * 4}"
+
+
+def test_a_process_that_hangs_is_given_up_and_ended(tmp_path: Path) -> None:
+    printed = run(
+        """
+        import signal, time
+        from pathlib import Path
+
+        def runs(pid):
+            try:
+                return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+            except OSError:
+                return False
+
+        server = f"/proc/{processes._process.pid}"
+        with compiling(torch.device("cpu")):
+            launch(double, (1,), (torch.zeros(64), 64), (16,), num_warps=1)
+            for connection in processes._connections:  # each is there, and answers
+                connection.send(())
+                assert "TypeError" in connection.recv()
+            children = Path(f"{server}/task/{server[6:]}/children").read_text().split()
+            for child in children:
+                os.kill(int(child), signal.SIGSTOP)
+            compile_processes.ANSWER_SECONDS = 0.1
+        print(hits, len(children), processes._process.returncode)
+        while any(map(runs, children)):  # else the test runs into its limit
+            time.sleep(0.01)
+        print("gone")
+        """,
+        tmp_path,
+    )
+    assert "no answer within 0.1 s" in printed[0]
+    assert printed[-2:] == ["[False] 2 -9", "gone"]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder of Triton."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compile_processes, "_begun", [])
+    monkeypatch.setattr(compile_processes.os, "sched_getaffinity", lambda pid: set(range(4)))
+    yield tmp_path / "cache"
+    if (left := take_begun()) is not None:
+        left.close()
+
+
+def began(shape: str) -> bool:
+    """Whether a start of this shape begins processes."""
+    begin_if_cold([], shape)
+    processes = take_begun()
+    if processes is None:
+        return False
+    assert processes.count == 3
+    processes.close()
+    return True
+
+
+def test_they_are_begun_where_these_kernels_were_not_compiled(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert began("a")
+    begin_if_cold([], "a")
+    processes = take_begun()
+    assert processes is not None
+    processes.close()
+    processes.mark_compiled()  # there is no cache folder: it was not needed
+    cache.mkdir()
+    processes.mark_compiled()
+    assert not began("a")
+    assert began("b")
+    monkeypatch.setattr(compile_processes, "version", lambda name: f"another {name}")
+    assert began("a")
+
+
+def test_a_machine_of_few_cores_begins_none(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_processes.os, "sched_getaffinity", lambda pid: {0, 1})
+    assert not began("a")
+
+
+def test_none_is_begun_twice(cache: Path) -> None:
+    begin_if_cold([], "a")
+    begin_if_cold([], "a")
+    processes = take_begun()
+    assert processes is not None
+    assert take_begun() is None
+    processes.close()
+    processes.close()
+
+
+def test_closing_ends_them_while_they_still_import(tmp_path: Path) -> None:
+    with CompileProcesses([], 3) as processes:
+        assert processes._process.poll() is None
+    assert processes._process.returncode is not None
+
+
+@pytest.mark.parametrize("home", ["", "/somewhere"])
+def test_the_cache_folder_is_tritons(monkeypatch: pytest.MonkeyPatch, home: str) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_HOME", home) if home else monkeypatch.delenv("TRITON_HOME", raising=False)
+    assert str(triton_cache_folder()) == knobs.cache.dir
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/chosen")
+    assert str(triton_cache_folder()) == knobs.cache.dir == "/chosen"
