@@ -56,7 +56,7 @@ def _import_all(config: WorkerConfig) -> None:
     if config.runner == "torch":
         uses_cuda = config.device == "cuda"
         if uses_cuda:
-            _begin_compilers(config)
+            begin_compilers(config)
         tasks = [head_start.open_device, head_start.prepare_triton] if uses_cuda else []
         threads = [head_start.begin(task) for task in tasks]
         with log.log_phase(logger, "import_torch"):
@@ -73,7 +73,7 @@ def _import_all(config: WorkerConfig) -> None:
     gc.enable()
 
 
-def _begin_compilers(config: WorkerConfig) -> None:
+def begin_compilers(config: WorkerConfig) -> None:
     """Where the kernels of this start are ours, and not compiled yet."""
     backend = config.attention_backend
     if backend == "triton" or (backend == "auto" and find_spec("flashinfer") is None):

@@ -16,6 +16,8 @@ from triton import knobs
 from kernels import compile_processes
 from kernels.compile_processes import CompileProcesses, begin_if_cold, take_begun
 from kernels.config import triton_cache_folder
+from worker import __main__ as start
+from worker.config import from_args
 
 KERNELS = """
 import triton, triton.language as tl
@@ -221,6 +223,47 @@ def test_closing_ends_them_while_they_still_import(tmp_path: Path) -> None:
     with CompileProcesses([], 3) as processes:
         assert processes._process.poll() is None
     assert processes._process.returncode is not None
+
+
+def shapes_begun(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[str]:
+    """With what a worker of these settings would begin processes."""
+    begun: list[str] = []
+    monkeypatch.setattr(start, "begin_if_cold", lambda modules, shape: begun.append(shape))
+    start.begin_compilers(from_args(["--device", "cuda", *arguments]))
+    return begun
+
+
+@pytest.mark.parametrize(
+    ("arguments", "has_flashinfer", "count"),
+    [
+        ((), False, 1),
+        ((), True, 0),  # auto may take it
+        (("--attention-backend", "triton"), True, 1),
+        (("--attention-backend", "paged_cuda"), False, 0),
+    ],
+)
+def test_a_worker_begins_them_for_kernels_of_its_own_only(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], has_flashinfer: bool, count: int
+) -> None:
+    monkeypatch.setattr(start, "find_spec", lambda name: object() if has_flashinfer else None)
+    assert len(shapes_begun(monkeypatch, *arguments)) == count
+
+
+def test_what_kernels_depend_on_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "find_spec", lambda name: None)
+    settings = (
+        *(
+            (),
+            ("--model", "random:tiny"),
+            ("--dtype", "fp32"),
+            ("--weight-dtype", "fp8"),
+            ("--page-size", "32"),
+        ),
+        *(("--kv-dtype", "fp8"), ("--deterministic",), ("--max-running", "3"), ("--max-context", "99")),
+    )
+    shapes = {shape for arguments in settings for shape in shapes_begun(monkeypatch, *arguments)}
+    assert len(shapes) == len(settings)
+    assert shapes_begun(monkeypatch, "--worker-id", "another")[0] in shapes
 
 
 @pytest.mark.parametrize("home", ["", "/somewhere"])
