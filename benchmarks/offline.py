@@ -86,7 +86,7 @@ class Engine:
         clock = time.perf_counter
         began = clock()
         while True:
-            if len(in_flight) == 1 and first_tokens.are_there(*in_flight[0], scheduler.num_live):
+            if len(in_flight) == 1 and first_tokens.are_there(*in_flight[0]):
                 self._commit(scheduler, in_flight, tally, began)
             start = clock()
             step = scheduler.schedule(time.monotonic())

@@ -46,7 +46,6 @@ STATIONS = (
     "launched",
     "asks for result",
     "result there",
-    "committed",
     "token out",
     "link has token",
     "token encoded",
@@ -58,13 +57,14 @@ START = ("request out", "scheduled", "start out", "service has start", "start to
 
 WAYS = ("paused", "in_turn")
 ALONE = ("queued", "scheduled", "launched", "asks for result", "result there", "committed")
+"""The engine alone takes what there is after a commit; a worker's tokens go out within it."""
 
 Passed = dict[str, list[int]]  # times of each station, ascending
 
 
 def read_marks(*files: Path) -> Passed:
     """What these processes noted."""
-    passed: Passed = {station: [] for station in {*STATIONS, *START}}
+    passed: Passed = {station: [] for station in {*STATIONS, *START, *ALONE}}
     for file in files:
         for station, at in json.loads(file.read_text()):
             passed[station].append(at)

@@ -20,8 +20,9 @@ from worker.log import log_event
 from worker.messages import EngineCommand, LinkMessage, StepOutputs
 from worker.obey import Obedience
 from worker.pages.events import PageEventKind
+from worker.pinning import PIN_SOURCE
 from worker.readers.observation import Observation
-from worker.scheduling.output import FailureReason
+from worker.scheduling.output import FailureReason, OutputColumns
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.step import Step, StepResult
 from worker.status import StatusBoard, StepMark
@@ -162,14 +163,10 @@ class Engine:
         self._outputs.wake()  # not before: their sender would want the interpreter during the launch
         is_busy = bool(self._in_flight)
         keep = 1 if self._settings.overlap and step is not None else 0
-        begins_streams = False
         while len(self._in_flight) > keep:
-            begins_streams |= first_tokens.has_any(self._in_flight[0].step)
             self._commit_oldest()
             has_committed = True
         self._publish()
-        if begins_streams and self._in_flight:
-            first_tokens.let_them_go()
         now = self._clock()
         if has_committed or not self._in_flight:  # not between a first launch and its result
             self._watch.look(now)
@@ -229,7 +226,7 @@ class Engine:
         if len(self._in_flight) != 1:
             return False
         launched = self._in_flight[0]
-        if not first_tokens.are_there(launched.step, launched.handle, self._scheduler.num_live):
+        if not first_tokens.are_there(launched.step, launched.handle):
             return False
         self._commit_oldest()
         self._publish()
@@ -247,8 +244,8 @@ class Engine:
 
     def _commit(self, launched: _Launched, result: StepResult) -> None:
         step, now = launched.step, self._clock()
-        self._scheduler.commit(step, result, now)
         self._board.step = StepMark(step.number, now)
+        self._scheduler.commit(step, result, now, self._send_first_tokens)
         self._tell_step(launched, now)
         self._watch.stepped(step, now - launched.began, is_replayed=launched.handle.is_replayed)
         for span, why in result.failed.items():
@@ -260,6 +257,12 @@ class Engine:
                 step=step.number,
                 why=why,
             )
+
+    def _send_first_tokens(self) -> None:
+        """Within a commit: they go out before the rest of the books is written. What is our own can wait."""
+        self._put_out(self._scheduler.take_outputs(leaving=PIN_SOURCE))
+        if self._in_flight:
+            first_tokens.let_them_go(lambda: not len(self._outputs))
 
     def _tell_step(self, launched: _Launched, now: float) -> None:
         began, self._last_end = self._last_end or launched.began, now
@@ -301,6 +304,9 @@ class Engine:
     def _publish(self) -> None:
         by_source = self._scheduler.take_outputs()
         self._obedience.take_own(by_source, self._clock())
+        self._put_out(by_source)
+
+    def _put_out(self, by_source: dict[str, OutputColumns]) -> None:
         if by_source:
             seconds = self._watch.last_step_seconds
             self._outputs.put(StepOutputs(self._board.step.number, seconds, by_source))

@@ -1,8 +1,8 @@
-"""When the result of a step with prompts is taken before the next step is decided.
+"""When first tokens leave: before the next step is decided if the device has them, before books are written.
 
-With overlap the next step is launched before the last one's result is looked at. A small model's step with a
-prompt is over when the host has launched it, so its first tokens would wait for the next launch: 0.6 to 1 ms
-of 6 for a prompt of 512 tokens (Qwen3-0.6B, H200). Owns that rule alone; the loop is engine.py's.
+With overlap the next step is launched before the last one's result is looked at. That launch is shorter than
+what the device takes for a prompt, so nobody waits for a result before it; a first token that is there
+already does not wait for it either. Owns these rules alone; the loop is engine.py's.
 """
 
 import time
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from worker.execution.runner import StepHandle
 from worker.scheduling.step import Step
 
-WAIT_SECONDS = 0.0005  # about what the next launch takes: at worst that comes so much later
 POLL_SECONDS = 0.00002
+POLLS = 4
 
 
 def has_any(step: Step) -> bool:
@@ -20,34 +20,18 @@ def has_any(step: Step) -> bool:
     return len(step.sampled) > step.num_decode
 
 
-def let_them_go() -> None:
-    """Leaves the interpreter to the thread that sends them, for the moment that it takes to wake up.
+def are_there(step: Step, handle: StepHandle) -> bool:
+    """Whether the step has first tokens that can be had now."""
+    return has_any(step) and handle.is_ready()
 
-    For when the device has its next step: else that thread would wait for the one after to be launched.
+
+def let_them_go(are_taken: Callable[[], bool], *, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Leaves the interpreter to the thread that sends them, until it has taken them; a fraction of a ms.
+
+    For when the device has its next step: else that thread would wait for the books of this one, and for the
+    step after next to be launched.
     """
-    time.sleep(POLL_SECONDS)
-
-
-def are_there(
-    step: Step,
-    handle: StepHandle,
-    num_live: int,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> bool:
-    """Whether the step has first tokens that can be had now.
-
-    Waits a little for them where nobody else streams or waits for a step, so of `num_live` sequences none is
-    outside of this one; other threads have the interpreter meanwhile.
-    """
-    if not has_any(step):
-        return False
-    if step.num_decode or num_live > len(step.rows):
-        return handle.is_ready()
-    end = clock() + WAIT_SECONDS
-    while not handle.is_ready():
-        if clock() >= end:
-            return False
+    for _ in range(POLLS):
+        if are_taken():
+            return
         sleep(POLL_SECONDS)
-    return True

@@ -4,6 +4,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -15,11 +16,12 @@ from worker.execution.fake_runner import FakeHandle, FakeModel, FakeRunner
 from worker.ids import SequenceId
 from worker.messages import AddAnswer, AddRequest, EngineCommand, LinkMessage, StepOutputs
 from worker.pages.page_cache import CacheConfig
-from worker.scheduling.request import RequestSpec
+from worker.scheduling.output import OutputColumns
+from worker.scheduling.request import AbortReason, RequestSpec
 from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.settings import SchedulerConfig
-from worker.scheduling.step import Step
+from worker.scheduling.step import Step, StepResult, TokenLogprob
 from worker.status import first_board
 
 MODEL = FakeModel(vocab_size=97)
@@ -136,15 +138,90 @@ def test_a_busy_device_gets_its_next_step_before_the_first_token_is_read() -> No
     assert events.count("token") == 3
 
 
+def scheduler_with(*requests: RequestSpec) -> Scheduler:
+    scheduler = Scheduler(
+        SchedulerConfig(
+            CacheConfig(PAGES, PAGE_SIZE), max_running=ROWS, max_step_tokens=64, max_context_tokens=CONTEXT
+        )
+    )
+    for request in requests:
+        scheduler.add(request, 0.0)
+    return scheduler
+
+
+def request(number: int, *, max_tokens: int = 3, samples: int = 1, **how: Any) -> RequestSpec:
+    params = SamplingParams(max_tokens=max_tokens, stop_at_eos=False, **how)
+    return RequestSpec(
+        SequenceId(10 * number), array("I", [number] * 9), params, source=f"s{number}", sample_count=samples
+    )
+
+
+def test_first_tokens_are_put_out_before_pages_are_sealed() -> None:
+    """All that streams on alone; whose answer ends, or whose samples begin, is told after the books."""
+    scheduler = scheduler_with(
+        request(1), request(2, max_tokens=1), request(3), request(4, samples=2), request(5, prompt_logprobs=0)
+    )
+    step = scheduler.schedule(0.0)
+    assert step is not None
+    told: list[set[str]] = []
+
+    def look() -> None:
+        told.append({source for source, columns in scheduler.take_outputs().items() if columns.token_ids})
+        assert not any(map(scheduler.cache.pool.is_sealed, step.new_page_ids)), "sealed before"
+
+    result = StepResult([7] * len(step.sampled), prompt_logprobs={4: [TokenLogprob(-1.0, 1)] * 8})
+    scheduler.commit(step, result, 0.0, look)
+    assert told == [{"s1", "s3"}]
+    later = scheduler.take_outputs()
+    assert {source for source, columns in later.items() if columns.token_ids} == {"s2", "s4", "s5"}
+    assert len(later["s2"].ends) == 1
+    assert scheduler.cache.pool.is_sealed(step.new_page_ids[0])
+    assert not scheduler.check()
+
+
+def test_a_step_without_first_tokens_is_not_told() -> None:
+    scheduler = scheduler_with(request(1), request(2, max_tokens=1))
+    for number in range(3):
+        step = scheduler.schedule(0.0)
+        assert step is not None
+        told: list[int] = []
+        scheduler.commit(step, StepResult([7] * len(step.sampled)), 0.0, lambda told=told: told.append(1))
+        assert told == [1] * (number == 0)
+
+
+def test_who_failed_or_left_has_no_first_token() -> None:
+    scheduler = scheduler_with(request(1), request(2), request(3))
+    step = scheduler.schedule(0.0)
+    assert step is not None
+    scheduler.abort([SequenceId(30)], AbortReason.CLIENT, 0.0)
+    scheduler.take_outputs()
+    taken: dict[str, OutputColumns] = {}
+    result = StepResult([7, -1, 7], failed={1: "non-finite logits"})
+    scheduler.commit(step, result, 0.0, lambda: taken.update(scheduler.take_outputs(leaving="s2")))
+    assert list(taken) == ["s1"]
+    assert list(taken["s1"].token_ids) == [7]
+    left = scheduler.take_outputs()
+    assert list(left) == ["s2"], "it waited for the next take"
+    assert len(left["s2"].ends) == 1
+    assert not scheduler.check()
+
+
 def test_the_link_has_the_interpreter_before_the_step_after_next_is_launched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pauses: list[int] = []
-    monkeypatch.setattr(first_tokens, "let_them_go", lambda: pauses.append(1))
+    monkeypatch.setattr(first_tokens, "let_them_go", lambda are_taken: pauses.append(1))
     events_of(lambda step: False, overlap=True)
     assert len(pauses) == 1, "after the first token, whose step had another behind it; not after later ones"
     events_of(lambda step: True, overlap=True)
     assert len(pauses) == 1, "not where the device waits for its next step"
+
+
+@pytest.mark.parametrize(("looks", "pauses"), [(0, 0), (2, 2), (1000, first_tokens.POLLS)])
+def test_the_pause_ends_when_they_are_taken_or_after_a_few_looks(looks: int, pauses: int) -> None:
+    slept: list[float] = []
+    first_tokens.let_them_go(lambda: len(slept) >= looks, sleep=slept.append)
+    assert slept == [first_tokens.POLL_SECONDS] * pauses
 
 
 def test_later_tokens_leave_the_device_a_step_ahead() -> None:
@@ -177,27 +254,15 @@ def step(num_decode: int, num_prompts: int, num_sampled: int) -> Step:
     return Step(1, [SequenceId(1)] * count, zeros, zeros, zeros, range(num_sampled), num_decode)
 
 
-def test_nobody_waits_where_others_stream_or_no_prompt_is_complete() -> None:
-    slept: list[float] = []
+def test_nobody_waits_for_first_tokens_before_the_next_launch() -> None:
+    def are_there(step: Step, looks: int) -> bool:
+        handle = Handle(looks)
+        found = first_tokens.are_there(step, handle)
+        assert handle.looks >= looks - 1, "looked at once at most"
+        return found
 
-    def are_there(step: Step, looks: int, num_live: int) -> bool:
-        return first_tokens.are_there(step, Handle(looks), num_live, sleep=slept.append)
-
-    assert are_there(step(0, 1, 1), looks=3, num_live=1)
-    assert slept == [first_tokens.POLL_SECONDS] * 3
-    assert not are_there(step(0, 1, 1), looks=3, num_live=2), "somebody waits for the next step"
-    assert are_there(step(0, 1, 1), looks=0, num_live=2)
-    assert not are_there(step(2, 1, 3), looks=3, num_live=3), "two others stream"
-    assert are_there(step(2, 1, 3), looks=0, num_live=3)
-    assert not are_there(step(2, 1, 2), looks=0, num_live=3), "the prompt is not complete"
-    assert not are_there(step(0, 1, 0), looks=0, num_live=1)
-    assert len(slept) == 3
-
-
-def test_the_wait_has_an_end() -> None:
-    now = iter([0.0, 0.0001, first_tokens.WAIT_SECONDS + 0.0001])
-    slept: list[float] = []
-    assert not first_tokens.are_there(
-        step(0, 1, 1), Handle(1000), 1, clock=lambda: next(now), sleep=slept.append
-    )
-    assert len(slept) == 1
+    assert are_there(step(0, 1, 1), looks=0)
+    assert not are_there(step(0, 1, 1), looks=1)
+    assert are_there(step(2, 1, 3), looks=0)
+    assert not are_there(step(2, 1, 2), looks=0), "the prompt is not complete"
+    assert not are_there(step(0, 1, 0), looks=0)

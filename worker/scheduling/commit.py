@@ -35,7 +35,9 @@ class Committer:
         self._page_size = books.config.page_size
         self._has_index = books.config.cache.sharing
 
-    def commit(self, record: InFlight, result: StepResult) -> None:
+    def commit(
+        self, record: InFlight, result: StepResult, on_first_tokens: Callable[[], None] = lambda: None
+    ) -> None:
         """The step of ``record``, the oldest in flight and taken out of there, is over."""
         step = record.step
         assert len(result.token_ids) == len(step.sampled), (
@@ -46,7 +48,7 @@ class Committer:
         self._books.release_held(step.number)
         self._commit_decodes(record, result)
         if record.prefills:
-            self._commit_prompts(record, result)
+            self._commit_prompts(record, result, on_first_tokens)
 
     # One token each.
     def _commit_decodes(self, record: InFlight, result: StepResult) -> None:
@@ -146,25 +148,36 @@ class Committer:
             left = left[count + 1 :]
 
     # Prompts.
-    def _commit_prompts(self, record: InFlight, result: StepResult) -> None:
+    def _commit_prompts(
+        self, record: InFlight, result: StepResult, on_first_tokens: Callable[[], None]
+    ) -> None:
+        """First tokens first, where a service is told nothing else: sealing takes longer than they do."""
         step = record.step
         num_decode, sampled = step.num_decode, step.sampled
-        place = dict(zip(sampled[num_decode:], range(num_decode, len(sampled)), strict=True))
-        for number, sequence in enumerate(record.prefills):
-            at = num_decode + number
+        tokens = dict(zip(sampled[num_decode:], result.token_ids[num_decode:], strict=True))  # by span
+        pieces: list[tuple[int, Sequence]] = []
+        early: set[int] = set()
+        for at, sequence in enumerate(record.prefills, num_decode):
             if sequence in record.dead:
                 continue
             if at in result.failed:
                 self._fail(sequence, result, at)
                 continue
+            self._books.totals.prompt_tokens_computed += step.ends[at] - step.starts[at]
+            sequence.num_computed = step.ends[at]
+            pieces.append((at, sequence))
+            if at in tokens and _goes_on_alone(sequence, tokens[at]):
+                self._first_token(sequence, tokens[at], result, at)
+                early.add(at)
+        if early:
+            on_first_tokens()
+        for at, sequence in pieces:
             self._commit_piece(sequence, step.starts[at], step.ends[at], result, at)
-            if at in place:
-                self._first_token(sequence, result.token_ids[place[at]], result, at)
+            if at in tokens and at not in early:
+                self._first_token(sequence, tokens[at], result, at)
 
     def _commit_piece(self, sequence: Sequence, start: int, end: int, result: StepResult, at: int) -> None:
-        books, request = self._books, sequence.request
-        books.totals.prompt_tokens_computed += end - start
-        sequence.num_computed = end
+        request = sequence.request
         self._seal(sequence)
         if request.spec.params.prompt_logprobs is not None and not request.prompt_logprobs_sent:
             self._add_prompt_logprobs(sequence, start, result, at)
@@ -295,3 +308,10 @@ class Committer:
             books.hold_until_committed(ours, sequence.owner, books.in_flight[-1].step.number)
         else:
             books.cache.release([ours], sequence.owner)
+
+
+def _goes_on_alone(sequence: Sequence, token_id: int) -> bool:
+    """Whether its first token ends nothing, and neither samples nor scores of the prompt go before it."""
+    request = sequence.request
+    ends = token_id in sequence.stop_ids or len(sequence.tokens) + 1 >= sequence.limit
+    return not ends and len(request.samples) == 1 and request.spec.params.prompt_logprobs is None

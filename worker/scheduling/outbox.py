@@ -82,7 +82,9 @@ class Outbox:
         """Forgets what was not taken."""
         self._columns.pop(source, None)
 
-    def take(self) -> dict[str, OutputColumns]:
-        """Everything since the last take."""
+    def take(self, leaving: str | None = None) -> dict[str, OutputColumns]:
+        """Everything since the last take but what is of the source `leaving`."""
         taken, self._columns = self._columns, {}
+        if leaving in taken:
+            self._columns[leaving] = taken.pop(leaving)
         return taken

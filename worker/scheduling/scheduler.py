@@ -195,14 +195,24 @@ class Scheduler:
         books.timers.prune(books.requests)
         self._pins.expire(now)
 
-    def commit(self, step: Step, result: StepResult, now: float) -> None:
-        """The oldest step in flight is over, with this outcome."""
+    def commit(
+        self,
+        step: Step,
+        result: StepResult,
+        now: float,
+        on_first_tokens: Callable[[], None] = lambda: None,
+    ) -> None:
+        """The oldest step in flight is over, with this outcome.
+
+        `on_first_tokens` may take outputs: called where prompts have their first tokens, before their pages
+        are sealed.
+        """
         books = self._books
         record = books.in_flight.popleft()
         assert record.step is step, f"step {step.number} committed before {record.step.number}"
         books.set_clock(step.number, now)
         self._stalled = False
-        self._committer.commit(record, result)
+        self._committer.commit(record, result, on_first_tokens)
 
     def abandon(self, step: Step, reason: FailureReason, message: str, now: float) -> None:
         """The oldest step in flight came to nothing: its sequences end as FAILED."""
@@ -219,9 +229,9 @@ class Scheduler:
         """Steps scheduled and not committed."""
         return len(self._books.in_flight)
 
-    def take_outputs(self) -> dict[str, OutputColumns]:
-        """Tokens, starts and ends by service since the last call."""
-        return self._books.outbox.take()
+    def take_outputs(self, leaving: str | None = None) -> dict[str, OutputColumns]:
+        """Tokens, starts and ends by service since the last call; those of `leaving` wait for the next."""
+        return self._books.outbox.take(leaving)
 
     def has_work(self, now: float) -> bool:
         """Whether ``schedule`` or ``commit`` is worth calling at ``now``."""
