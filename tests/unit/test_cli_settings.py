@@ -4,13 +4,16 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from kvatlas.cli import config, connecting, exits
+from kvatlas.cli.__main__ import EXTRAS
 from kvatlas.cli.option import Option
 from kvatlas.cli.options import COMMANDS, options_of
+from kvatlas.cli.tables import print_table
 from kvatlas.client import errors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -247,6 +250,38 @@ def test_help_loads_nothing_slow() -> None:
 )
 def test_every_kind_of_failure_has_its_exit_code(error: Exception, code: int | None) -> None:
     assert exits.code_of(error) == code
+
+
+@pytest.mark.parametrize(("module", "extra"), [("matplotlib", "pictures"), ("grpc", "cli"), ("rich", "cli")])
+def test_a_missing_package_is_told_with_the_extra_that_has_it(module: str, extra: str) -> None:
+    """`kvatlas whatif --picture` was sent to kvatlas[cli], which has no matplotlib."""
+    code = (
+        "import sys\n"
+        "from kvatlas.cli import __main__ as cli\n"
+        f"def missing(name): raise ModuleNotFoundError(name='{module}.pyplot')\n"
+        "cli.importlib.import_module = missing\n"
+        "sys.exit(cli.main(['pages']))"
+    )
+    environment = {"PYTHONPATH": str(ROOT / "protos")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == exits.USAGE
+    assert done.stderr == f"kvatlas: {module}.pyplot is not installed: pip install 'kvatlas[{extra}]'\n"
+
+
+def test_every_extra_that_is_named_has_the_package() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for module, extra in EXTRAS.items():
+        assert any(package.startswith(module) for package in extras[extra])
+
+
+def test_a_piped_table_cuts_no_name_and_wraps_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """The id of a recording is what `record get` is given; in 80 columns it was cut."""
+    rows = [["worker-0-20261130T100231-0", "1", "a note " * 30], ["b", "22", ""]]
+    print_table(("recording", "events", "note"), rows, numbers=("events",))
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0].split() == ["recording", "events", "note"]
+    assert lines[1] == f"worker-0-20261130T100231-0       1  {'a note ' * 30}".rstrip()
+    assert lines[2].split() == ["b", "22"]
 
 
 def test_a_complaint_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -232,12 +232,9 @@ def main(arguments: Sequence[str]) -> int:
             replay.run()
             answer = _summary(replay)
     except (BadEvent, FoldsDiffer, DamagedRecording, NotRecorded, OSError) as error:
-        kind = "bad event" if isinstance(error, BadEvent) else "damaged"
-        kind = kind if isinstance(error, (BadEvent, DamagedRecording)) else "failed"
-        what = f"{kind}: {error}"
-        if isinstance(error, OSError):
-            what = error.strerror or str(error)
-        print(f"kvatlas: {settings.file}: {what}", file=sys.stderr)  # noqa: T201
+        kinds = {BadEvent: "bad event: ", DamagedRecording: "damaged: "}
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        print(f"kvatlas: {settings.file}: {kinds.get(type(error), '')}{why}", file=sys.stderr)  # noqa: T201
         return 1
     print(json.dumps(answer) if settings.json else _as_text(answer))  # noqa: T201
     return 0

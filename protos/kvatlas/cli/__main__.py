@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 from kvatlas.cli import config, exits
 
+EXTRAS = {"matplotlib": "pictures", "huggingface_hub": "hub"}
+"""Of packages that only some commands need; the others are in kvatlas[cli]."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
@@ -24,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return exits.BROKEN_PIPE
     except ModuleNotFoundError as error:
-        exits.complain(f"{error.name} is not installed: pip install 'kvatlas[cli]'")
+        extra = EXTRAS.get((error.name or "").partition(".")[0], "cli")
+        exits.complain(f"{error.name} is not installed: pip install 'kvatlas[{extra}]'")
         return exits.USAGE
     except Exception as error:
         code_or_bug = exits.code_of(error)

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from google.protobuf.json_format import MessageToDict
-from rich.console import Console
-from rich.table import Table
 
 from kvatlas.cli.connecting import admin_connection
 from kvatlas.cli.exits import DONE, USAGE, CommandFailed
+from kvatlas.cli.tables import print_table
 from kvatlas.client.admin import Admin, LogLevel
 from kvatlas.v1 import server_pb2
 
@@ -164,11 +163,11 @@ def _plain(message: Any) -> dict[str, Any]:
 
 
 def _print_pins(pins: Sequence[server_pb2.PinnedPrefix]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for column in ("pin", "worker", "tenant", "pages", "tokens", "hits", "ends"):
-        table.add_column(column, justify="right" if column in ("pages", "tokens", "hits") else "left")
-    for pin in pins:
-        ends = f"{pin.expire_time.ToDatetime():%Y-%m-%d %H:%M:%S}" if pin.HasField("expire_time") else ""
-        counts = [f"{count:,}" for count in (pin.pinned_pages, pin.pinned_tokens, pin.hit_tokens)]
-        table.add_row(pin.name, pin.worker_id, pin.tenant, *counts, ends)
-    Console().print(table)
+    counts = ("pages", "tokens", "hits")
+    print_table(("pin", "worker", "tenant", *counts, "ends"), map(_pin_cells, pins), numbers=counts)
+
+
+def _pin_cells(pin: server_pb2.PinnedPrefix) -> Sequence[str]:
+    ends = f"{pin.expire_time.ToDatetime():%Y-%m-%d %H:%M:%S}" if pin.HasField("expire_time") else ""
+    counts = [f"{count:,}" for count in (pin.pinned_pages, pin.pinned_tokens, pin.hit_tokens)]
+    return [pin.name, pin.worker_id, pin.tenant, *counts, ends]

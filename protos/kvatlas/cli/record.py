@@ -3,17 +3,17 @@
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
-from rich.table import Table
 
 from kvatlas.cli.connecting import admin_connection
 from kvatlas.cli.exits import DONE, USAGE, CommandFailed
+from kvatlas.cli.tables import print_table
 from kvatlas.client.recordings import Recorder
 from kvatlas.v1 import cache_pb2, server_pb2
 
@@ -94,17 +94,14 @@ def _list(recorder: Recorder, settings: Namespace) -> None:
     if settings.json:
         print(json.dumps([_as_json(info) for info in found]))
         return
-    table = Table(box=None, pad_edge=False)
-    for column in ("recording", "ended by", "began", "seconds", "events", "requests", "bytes", "note"):
-        table.add_column(
-            column, justify="right" if column in ("seconds", "events", "requests", "bytes") else "left"
-        )
-    for info in found:
-        began = info.start_time.ToDatetime().strftime("%Y-%m-%d %H:%M:%S")
-        seconds = f"{_seconds(info):.0f}"
-        counts = [f"{count:,}" for count in (info.event_count, info.request_count, info.byte_count)]
-        table.add_row(info.recording_id, state_of(info), began, seconds, *counts, info.note)
-    Console().print(table)
+    counts = ("seconds", "events", "requests", "bytes")
+    print_table(("recording", "ended by", "began", *counts, "note"), map(_listed, found), numbers=counts)
+
+
+def _listed(info: server_pb2.RecordingInfo) -> Sequence[str]:
+    began = info.start_time.ToDatetime().strftime("%Y-%m-%d %H:%M:%S")
+    counts = [f"{count:,}" for count in (info.event_count, info.request_count, info.byte_count)]
+    return [info.recording_id, state_of(info), began, f"{_seconds(info):.0f}", *counts, info.note]
 
 
 def _get(recorder: Recorder, settings: Namespace) -> None:
