@@ -21,7 +21,7 @@ Prompts = list[tuple[list[int], SamplingParams]]
 
 
 def prompts(draw: random.Random, lengths: list[int], *, with_filters: bool = False) -> Prompts:
-    how = {"top_k": 40, "top_p": 0.95} if with_filters else {}
+    how: dict[str, Any] = {"top_k": 40, "top_p": 0.95} if with_filters else {}
     return [
         (
             [draw.randrange(4, 250) for _ in range(length)],

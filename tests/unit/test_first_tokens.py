@@ -4,6 +4,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -185,7 +186,7 @@ def test_a_step_without_first_tokens_is_not_told() -> None:
         step = scheduler.schedule(0.0)
         assert step is not None
         told: list[int] = []
-        scheduler.commit(step, StepResult([7] * len(step.sampled)), 0.0, lambda told=told: told.append(1))
+        scheduler.commit(step, StepResult([7] * len(step.sampled)), 0.0, partial(told.append, 1))
         assert told == [1] * (number == 0)
 
 
