@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvatlas.client.errors import Incomplete, Refused, Unavailable
+from kvatlas.client.errors import DeadlineExceeded, Incomplete, Refused, Unavailable
 from kvatlas.client.page_map import PageMap
 from kvatlas.client.watch import Reconnect
 from kvatlas.v1 import cache_pb2 as pb
@@ -199,6 +199,17 @@ def test_a_watch_comes_back_ever_later_and_gives_up_in_time() -> None:
         reconnect.wait_seconds(lost)
     reconnect.succeeded()
     assert reconnect.wait_seconds(lost) == 0.1
+
+
+def test_a_watch_whose_deadline_passes_goes_on_at_once_but_never_in_a_tight_loop() -> None:
+    """A proxy that answers every connection with its own deadline was asked without a pause."""
+    reconnect = Reconnect(0.0, lambda: 100.0)
+    passed = DeadlineExceeded("the deadline of this connection")
+    for _ in range(3):
+        assert reconnect.wait_seconds(passed) == 0.0
+        reconnect.succeeded()
+    waits = [reconnect.wait_seconds(passed) for _ in range(7)]
+    assert waits == [0.0, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
 
 
 def test_a_watch_that_was_refused_does_not_come_back() -> None:

@@ -1,12 +1,14 @@
-"""What the sync and the async watches (page map, load) share: the request, and when to connect again."""
+"""What blocking and asyncio watches (page map, load) share: requests, messages, when to connect again."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from kvatlas.client.connection import CACHE, SERVER, Service
 from kvatlas.client.errors import DeadlineExceeded, KvatlasError, ServerFailure, Unavailable
 from kvatlas.client.request import duration
-from kvatlas.v1 import cache_pb2
+from kvatlas.v1 import cache_pb2, server_pb2
 
 if TYPE_CHECKING:
     from kvatlas.client.page_map import PageMap
@@ -16,26 +18,7 @@ LAST_BACKOFF_SECONDS = 2.0
 WATCH_TIMEOUT_SECONDS = 1800.0
 """Deadline of one connection: the watch goes on after it."""
 
-
-@dataclass(frozen=True, slots=True)
-class WatchOptions:
-    """What to watch."""
-
-    worker_id: str
-    interval_seconds: float
-    planes: Sequence[str]
-    timeout_seconds: float = WATCH_TIMEOUT_SECONDS
-
-
-def watch_request(options: WatchOptions, page_map: "PageMap") -> cache_pb2.WatchPageMapRequest:
-    """STATE mode on a new connection, going on after the revision that is held."""
-    return cache_pb2.WatchPageMapRequest(
-        worker_id=options.worker_id,
-        mode=cache_pb2.WATCH_MODE_STATE,
-        min_interval=duration(options.interval_seconds),
-        planes=options.planes,
-        resume_after=page_map.begin(),
-    )
+State = TypeVar("State")
 
 
 class Reconnect:
@@ -53,13 +36,68 @@ class Reconnect:
 
     def wait_seconds(self, failure: KvatlasError) -> float:
         """Time to wait before the next attempt; raises `failure` where there is to be none."""
+        self._attempt += 1
         if isinstance(failure, DeadlineExceeded):
-            return 0.0  # the deadline of one connection, see WATCH_TIMEOUT_SECONDS
+            # Of one connection, see WATCH_TIMEOUT_SECONDS; again without a message: not ours, a proxy's.
+            return self._backoff_seconds() if self._attempt > 1 else 0.0
         is_transport = isinstance(failure, Unavailable) or (
             isinstance(failure, ServerFailure) and not failure.reason
         )
         self._lost_at = self._clock() if self._lost_at is None else self._lost_at
         if not is_transport or self._clock() - self._lost_at >= self._limit:
             raise failure
-        self._attempt += 1
+        return self._backoff_seconds()
+
+    def _backoff_seconds(self) -> float:
         return min(FIRST_BACKOFF_SECONDS * 2.0 ** min(self._attempt - 1, 10), LAST_BACKOFF_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Watch(Generic[State]):
+    """One watch over all its connections."""
+
+    service: Service
+    method: str
+    request: Callable[[], Any]  # of the next connection
+    read: Callable[[Any], State | None]  # what a message shows; None: nothing yet
+    reconnect: Reconnect
+
+    def take(self, message: Any) -> State | None:
+        """What there is to see after a message."""
+        self.reconnect.succeeded()
+        return self.read(message)
+
+
+def watch_load(interval_seconds: float, reconnect_seconds: float) -> Watch[server_pb2.Load]:
+    """The load as the server pushes it."""
+    request = server_pb2.WatchLoadRequest(interval=duration(interval_seconds))
+    reconnect = Reconnect(reconnect_seconds, time.monotonic)
+    return Watch(SERVER, "WatchLoad", lambda: request, lambda message: message.load, reconnect)
+
+
+def watch_pages(
+    worker_id: str, interval_seconds: float, planes: Sequence[str], reconnect_seconds: float
+) -> "Watch[PageMap]":
+    """A worker's page map: always the same object; a new connection goes on after the revision it holds."""
+    from kvatlas.client.page_map import PageMap
+
+    page_map = PageMap()
+
+    def request() -> cache_pb2.WatchPageMapRequest:
+        return cache_pb2.WatchPageMapRequest(
+            worker_id=worker_id,
+            mode=cache_pb2.WATCH_MODE_STATE,
+            min_interval=duration(interval_seconds),
+            planes=planes,
+            resume_after=page_map.begin(),
+        )
+
+    def read(message: cache_pb2.WatchPageMapResponse) -> PageMap | None:
+        return page_map if page_map.apply(message) else None
+
+    return Watch(CACHE, "WatchPageMap", request, read, Reconnect(reconnect_seconds, time.monotonic))
+
+
+def ended() -> KvatlasError:
+    """What it is where a server ends a watch without a word."""
+    return Unavailable("the server ended the watch", code="UNAVAILABLE")
