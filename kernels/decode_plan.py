@@ -15,15 +15,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from kernels.dependent_launch import dependent_launch
+from kernels.dependent_launch import dependent_launch, fence
 
 GRAIN = 64
 """Chunks have at least so many tokens, and by length they are multiples of it."""
 MAX_CHUNKS = 64
 """Chunks of one sequence: one program merges them."""
 RECORD = 8
-"""int32 of an entry of the list: span, row, first token, end, index among the span's chunks, their number."""
-
+"""int32 of an entry of the list: span, row, first token, end, index among the span's chunks, their number,
+position of the span's last token; the rest is padding."""
 
 FEW_SPANS = 4
 SIZES = 8
@@ -39,9 +39,13 @@ class DecodeLaunch:
     stages: int
     programs_per_sm: int
     wave_per_sm: int  # tiles of a wave
+    is_at_once: bool = False  # tiles of one turn load all of K and V first
+    merge_numbers: int = 64  # of parts a thread has under way in a merge
+    shortest: int = GRAIN  # tokens of a chunk
+    max_registers: int | None = None  # a thread
 
 
-FEW = DecodeLaunch(block=64, warps=4, stages=3, programs_per_sm=3, wave_per_sm=2)
+FEW = DecodeLaunch(block=64, warps=4, stages=3, programs_per_sm=3, wave_per_sm=2, is_at_once=True)
 """For FEW_SPANS or fewer: what counts is the time of one turn."""
 MANY = DecodeLaunch(block=32, warps=1, stages=4, programs_per_sm=4, wave_per_sm=4)
 """For more: what counts is the number of bytes under way, and a warp waits for no other."""
@@ -134,7 +138,7 @@ def plan_decode(plan: DecodePlan, rows: Tensor, kv_lens: Tensor) -> None:
         KV_HEADS=num_kv_heads,
         MAX_CHUNKS=MAX_CHUNKS,
         SIZES=SIZES,
-        GRAIN=GRAIN,
+        SHORTEST=launch.shortest,
         RECORD=RECORD,
         BY_BATCH=is_by_batch,
         **dependent_launch(kv_lens.device),
@@ -142,7 +146,7 @@ def plan_decode(plan: DecodePlan, rows: Tensor, kv_lens: Tensor) -> None:
 
 
 @triton.jit
-def _chunk_by_batch(length, multiprocessors, wave, most, KV_HEADS: tl.constexpr, GRAIN: tl.constexpr):
+def _chunk_by_batch(length, multiprocessors, wave, most, KV_HEADS: tl.constexpr, SHORTEST: tl.constexpr):
     """Tokens of a chunk: of one wave of tiles, where the lengths are such that so many, or up to `most`, hold
     them. Else for a queue: two tiles a multiprocessor while there are few tokens; where there are many 16,
     fewer where that leaves 1,024 tokens a tile, or 8 with up to 2,048. The last token of a span is not
@@ -152,11 +156,11 @@ def _chunk_by_batch(length, multiprocessors, wave, most, KV_HEADS: tl.constexpr,
     tokens = tl.sum(others.to(tl.int64), 0) * KV_HEADS
     # A little more than an equal share: a few programs may stay without a tile.
     share = tokens // wave
-    at_once = tl.maximum(share + share // 32 + GRAIN // 4, GRAIN)
+    at_once = tl.maximum(share + share // 32 + SHORTEST // 4, SHORTEST)
     tiles = tl.sum((others + at_once - 1) // at_once, 0) * KV_HEADS
     half = tokens // (2 * multiprocessors)
     large = tl.maximum(tl.maximum(half // 8, 1024), tl.minimum(half // 4, 2048))
-    queued = tl.where(half <= 2048, tl.maximum(half, 2 * GRAIN), large)
+    queued = tl.where(half <= 2048, tl.maximum(half, 2 * SHORTEST), large)
     return tl.where(tiles <= most, at_once, queued).to(tl.int32)
 
 
@@ -187,12 +191,13 @@ def _plan_kernel(
     KV_HEADS: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     SIZES: tl.constexpr,
-    GRAIN: tl.constexpr,
+    SHORTEST: tl.constexpr,
     RECORD: tl.constexpr,
     BY_BATCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # No gdc_launch_dependents: what follows starts when the list is there.
+    # No gdc_launch_dependents: what follows starts when the list is there, so kernels may read it before
+    # they wait. They would see it complete only behind a wait, but for the fence.
     if PDL:
         gdc_wait()
     span = tl.arange(0, SPANS)
@@ -200,7 +205,7 @@ def _plan_kernel(
     length = tl.load(kv_lens + span, mask=real, other=0)
     row = tl.load(rows + span, mask=real, other=0)
     if BY_BATCH:
-        chunk = _chunk_by_batch(length, multiprocessors, wave, most, KV_HEADS, GRAIN)
+        chunk = _chunk_by_batch(length, multiprocessors, wave, most, KV_HEADS, SHORTEST)
         chunk = tl.maximum(chunk, (length + MAX_CHUNKS - 1) // MAX_CHUNKS)
     else:
         chunk = _chunk_by_length(length, shortest, MAX_CHUNKS)
@@ -224,4 +229,7 @@ def _plan_kernel(
         tl.store(record + 3, tl.minimum((index + 1) * chunk, length), mask=here)
         tl.store(record + 4, index, mask=here)
         tl.store(record + 5, count, mask=here)
+        tl.store(record + 6, length - 1, mask=here)
     tl.store(num_chunks, listed)
+    if PDL:
+        fence()

@@ -50,6 +50,12 @@ def _is_supported(device: torch.device) -> bool:
 
 
 @triton.jit
+def fence():
+    """This thread's writes are seen by the device before whatever it does next."""
+    tl.inline_asm_elementwise("fence.acq_rel.gpu; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def prefetch(
     matrix,
     first,

@@ -4,6 +4,12 @@ Bytes that must move: 2 * sum(kv_lens) * num_kv_heads * head_dim * itemsize, onc
 A program has the tile of its own number (see decode_plan.py), then takes others from a queue until none is
 left. Slots are loaded one turn ahead, so that K and V wait for no other load. Chunks of one sequence are
 merged by log-sum-exp by whichever program finishes last (Flash-Decoding, Dao et al. 2023; no second launch).
+
+`paged_decode` finds q made and K and V stored. `paged_decode_product` takes the qkv product of a decode step:
+each tile norms and rotates its own q, and the tiles of a sequence's last chunk do so with K, store K and V of
+the new token and begin their sums with it, out of registers. No tile reads what the launch writes, so none
+waits for another; and all a tile reads but the product was there before the step, so in a chain of dependent
+launches list, slots, angles and, in short tiles, K and V are on their way before the product is done.
 """
 
 import torch
@@ -16,6 +22,7 @@ from kernels.batch import KvLayer
 from kernels.decode_plan import RECORD, DecodePlan
 from kernels.dependent_launch import dependent_launch
 from kernels.launcher import launch as start_kernel
+from kernels.rotary_store import Rotary, stored
 
 LOG2_E = 1.4426950408889634
 
@@ -29,19 +36,51 @@ def paged_decode(
     page_table int32 [num_rows, width]; `out`, contiguous, receives the result. Reads nothing past kv_lens, so
     unused slots may hold NaN.
     """
-    num_spans, num_heads, head_dim = q.shape
-    num_kv_heads = kv.k.shape[1]
     assert q.stride(2) == 1, "head_dim must be contiguous"
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _launch(q, kv, page_table, plan, scale, out, None)
+    return out
+
+
+def paged_decode_product(
+    qkv: Tensor, kv: KvLayer, page_table: Tensor, plan: DecodePlan, rotary: Rotary, *, scale: float
+) -> Tensor:
+    """The same from the product: what `rotary_store` and then `paged_decode` leave, in one launch.
+
+    qkv [num_spans, (num_heads + 2 * num_kv_heads) * head_dim]: row i is of the token at kv_lens[i] - 1, whose
+    K and V are stored in that slot of row rows[i]. Slots before it must not be written by what runs in the
+    same chain of dependent launches. Result [num_spans, num_heads, head_dim].
+    """
+    num_spans, (_, num_kv_heads, head_dim) = qkv.shape[0], kv.k.shape
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim, f"qkv is {tuple(qkv.shape)}"
+    assert qkv.stride(1) == 1, "qkv rows must be contiguous"
+    assert rotary.cos_sin.shape[1] == head_dim, f"cos_sin is {tuple(rotary.cos_sin.shape)}"
+    out = torch.empty(num_spans, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    _launch(qkv.unflatten(1, (-1, head_dim)), kv, page_table, plan, scale, out, rotary)
+    return out
+
+
+def _launch(
+    q: Tensor,
+    kv: KvLayer,
+    page_table: Tensor,
+    plan: DecodePlan,
+    scale: float,
+    out: Tensor,
+    rotary: Rotary | None,
+) -> None:
+    num_spans, num_heads, head_dim = out.shape
+    num_kv_heads = kv.k.shape[1]
     assert kv.k.is_contiguous(), "K must be contiguous"
     assert kv.v.is_contiguous(), "V must be contiguous"
     assert num_spans <= plan.arrived.shape[0], f"plan is for {plan.arrived.shape[0]} spans, got {num_spans}"
-    if out is None:
-        out = torch.empty(num_spans, num_heads, head_dim, dtype=q.dtype, device=q.device)
     assert out.is_contiguous(), "out must be contiguous"
     group = num_heads // num_kv_heads
     row_bytes = triton.next_power_of_2(head_dim) * q.element_size()
     launch, num_programs = plan.launch_of(num_spans, row_bytes), plan.num_programs(num_spans, row_bytes)
-    heads = (num_kv_heads, group, max(16, triton.next_power_of_2(group)))
+    heads = (num_kv_heads, group, triton.next_power_of_2(group))
     dims = (head_dim, triton.next_power_of_2(head_dim))
     lists = (plan.chunks, plan.num_chunks, plan.queue)
     scratch = (plan.partial, plan.partial_lse, plan.arrived)
@@ -49,19 +88,37 @@ def paged_decode(
     is_dependent = dependent_launch(q.device)["PDL"]
     is_fp32 = q.dtype == torch.float32
     scales = (scale * kv.k_scale * LOG2_E, kv.v_scale)
+    angles, q_norm, k_norm, eps = q, None, None, 0.0
+    if rotary is not None:
+        angles, q_norm, k_norm, eps = rotary.cos_sin, rotary.q_norm, rotary.k_norm, rotary.eps
+    has_norm = q_norm is not None
+    gains = (q_norm if q_norm is not None else q, k_norm if k_norm is not None else q)
+    of_product = (angles, *gains, eps, angles.stride(0), 1.0 / kv.k_scale, 1.0 / kv.v_scale)
     start_kernel(
         _decode_kernel,
         (num_programs,),
-        (q, kv.k, kv.v, out, page_table, *lists, *scratch, *scales, num_programs, *strides),
-        (*heads, *dims, RECORD, launch.warps, launch.block, is_fp32, is_dependent),
+        (q, kv.k, kv.v, out, page_table, *lists, *scratch, *of_product, *scales, num_programs, *strides),
+        (
+            *heads,
+            *dims,
+            RECORD,
+            launch.warps,
+            launch.block,
+            launch.is_at_once,
+            launch.merge_numbers,
+            is_fp32,
+            rotary is not None,
+            has_norm,
+            is_dependent,
+        ),
         num_warps=launch.warps,
         num_stages=launch.stages,
+        max_registers=launch.max_registers,
         is_dependent=is_dependent,
     )
-    return out
 
 
-@triton.jit(do_not_specialize=["scale", "v_scale", "num_programs"])
+@triton.jit(do_not_specialize=["eps", "k_inverse", "v_inverse", "scale", "v_scale", "num_programs"])
 def _decode_kernel(
     q,
     k_pool,
@@ -74,6 +131,13 @@ def _decode_kernel(
     partial,
     partial_lse,
     arrived,
+    cos_sin,
+    q_norm,
+    k_norm,
+    eps,
+    cos_sin_stride,
+    k_inverse,
+    v_inverse,
     scale,
     v_scale,
     num_programs,
@@ -82,142 +146,227 @@ def _decode_kernel(
     row_width,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUP_PADDED: tl.constexpr,
+    MEMBERS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     RECORD: tl.constexpr,
     WARPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    MERGE_NUMBERS: tl.constexpr,
     IS_FP32: tl.constexpr,
+    OF_PRODUCT: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """OF_PRODUCT: q is the qkv product. AT_ONCE: a tile of one turn loads K and V before anything else.
+    MEMBERS: GROUP, padded to a power of two; the tensor cores' tile has ROWS, 16 at least.
+    """
     HEADS: tl.constexpr = KV_HEADS * GROUP
+    ROWS: tl.constexpr = max(16, MEMBERS)
     dims = tl.arange(0, DIM_PADDED)
-    members = tl.arange(0, GROUP_PADDED)
-    mask = (members < GROUP)[:, None] & (dims < DIM)[None, :]
+    dims_ok = dims < DIM
+    tokens = tl.arange(0, BLOCK)
+    rows = tl.arange(0, ROWS)
+    row_ok = rows < GROUP
+    mask = row_ok[:, None] & dims_ok[None, :]
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+        if not OF_PRODUCT:
+            gdc_wait()
     tile = tl.program_id(0)
     # All at once, and before it is known whether the list has this entry: one latency instead of two.
-    total = tl.load(num_chunks) * KV_HEADS
-    span, row, begin, end, index, count = _entry(chunks, tile // KV_HEADS, RECORD)
+    total = tl.load(num_chunks, cache_modifier=".cg") * KV_HEADS
+    span, row, begin, end, index, count, last = _entry(chunks, tile // KV_HEADS, RECORD)
     has_queue = total > num_programs
     while tile < total:
-        taken = 0
-        if has_queue:
-            taken = tl.atomic_add(queue, 1, sem="relaxed")
         entry = tile // KV_HEADS
         head = tile % KV_HEADS
         table = page_table + row * row_width
-        heads = head * GROUP + members
-        q_at = q + span * q_stride + heads[:, None] * q_head_stride + dims[None, :]
-        query = tl.load(q_at, mask=mask, other=0.0)
-        acc, top, weight = _attend(
-            query,
-            k_pool + head * DIM,
-            v_pool + head * DIM,
-            table,
-            begin,
-            end,
-            scale,
-            KV_HEADS * DIM,
-            DIM,
-            DIM_PADDED,
-            GROUP_PADDED,
-            BLOCK,
-            WARPS > 1,
-            IS_FP32,
-        )
-        acc = acc * (v_scale / weight)[:, None]
-        out_at = out + span * (HEADS * DIM)
-        if count == 1:
-            tl.store(out_at + heads[:, None] * DIM + dims[None, :], acc.to(out.dtype.element_ty), mask=mask)
+        # The new token is not read from the pool where the product has it.
+        is_last = index == count - 1
+        stop = tl.where(is_last, end - 1, end) if OF_PRODUCT else end
+        slot = tl.load(table + begin + tokens, mask=begin + tokens < stop, other=0, cache_modifier=".cg")
+        k_head, v_head = k_pool + head * DIM, v_pool + head * DIM
+        is_short = stop - begin <= BLOCK
+        if AT_ONCE:
+            early = begin + tokens < tl.where(is_short, stop, begin)
+            # Past the multiprocessor's cache: in it may be what another sequence had in these slots.
+            early_k, early_v = _turn_of_pool(
+                k_head, v_head, slot, early, KV_HEADS * DIM, DIM, DIM_PADDED, ".cg"
+            )
+        if OF_PRODUCT:
+            cos, sin = _angles(cos_sin + last.to(tl.int64) * cos_sin_stride, dims, DIM)
+            new_slot = tl.load(table + last, cache_modifier=".cg").to(tl.int64)
+            if PDL:
+                gdc_wait()
+        taken = 0
+        if has_queue:
+            taken = tl.atomic_add(queue, 1, sem="relaxed")
+        q_at = q + span * q_stride + (head * GROUP + rows)[:, None] * q_head_stride
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        weight = tl.zeros([ROWS, BLOCK] if WARPS > 1 else [ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DIM_PADDED], tl.float32)
+        if OF_PRODUCT:
+            query = _norm_rotated(q_at, dims, mask, q_norm, cos, sin, eps, DIM, HAS_NORM)
+            query = query.to(q.dtype.element_ty)
+            if is_last:
+                k_at = q + span * q_stride + (HEADS + head) * q_head_stride
+                one = tl.zeros([1, 1], tl.int32)
+                new_k = _norm_rotated(
+                    k_at + one, dims, dims_ok[None, :], k_norm, cos, sin, eps, DIM, HAS_NORM
+                )
+                new_k = stored(tl.reshape(new_k, [DIM_PADDED]), k_inverse, k_pool)
+                new_v = tl.load(k_at + KV_HEADS * q_head_stride + dims, mask=dims_ok, other=0.0)
+                new_v = stored(new_v, v_inverse, v_pool)
+                new_at = new_slot * (KV_HEADS * DIM) + dims
+                tl.store(k_head + new_at, new_k, mask=dims_ok)
+                tl.store(v_head + new_at, new_v, mask=dims_ok)
+                new_k = new_k.to(q.dtype.element_ty).to(tl.float32)
+                score = tl.sum(query.to(tl.float32) * new_k[None, :], 1) * scale
+                top = score
+                acc += new_v.to(q.dtype.element_ty).to(tl.float32)[None, :]
+                weight = tl.where(tokens[None, :] == 0, 1.0, weight) if WARPS > 1 else weight + 1.0
         else:
-            at = entry.to(tl.int64) * HEADS + heads
-            tl.store(partial + at[:, None] * DIM + dims[None, :], acc, mask=mask)
-            tl.store(partial_lse + at, top + tl.log2(weight), mask=members < GROUP)
+            query = tl.load(q_at + dims[None, :], mask=mask, other=0.0)
+        if AT_ONCE:  # noqa: SIM102 - one is a constant
+            if is_short:
+                acc, top, weight = _turn(
+                    query, early_k, early_v, early, acc, top, weight, scale, WARPS > 1, IS_FP32
+                )
+                begin = stop
+        for at in range(begin, stop, BLOCK):
+            position = at + tokens
+            inside = position < stop
+            turn_slot = slot
+            slot = tl.load(table + position + BLOCK, mask=position + BLOCK < stop, other=0)
+            keys, values = _turn_of_pool(
+                k_head, v_head, turn_slot, inside, KV_HEADS * DIM, DIM, DIM_PADDED, ""
+            )
+            acc, top, weight = _turn(query, keys, values, inside, acc, top, weight, scale, WARPS > 1, IS_FP32)
+        total_weight = tl.sum(weight, 1) if WARPS > 1 else weight
+        acc = acc * (v_scale / total_weight)[:, None]
+        out_at = out + span * (HEADS * DIM)
+        heads = head * GROUP + rows
+        if count == 1:
+            to = out_at + heads[:, None] * DIM + dims[None, :]
+            tl.store(to, acc.to(out.dtype.element_ty), mask=mask)
+        else:
+            part = entry.to(tl.int64) * HEADS + heads
+            tl.store(partial + part[:, None] * DIM + dims[None, :], acc, mask=mask)
+            tl.store(partial_lse + part, top + tl.log2(total_weight), mask=row_ok)
             # The last program to arrive merges: the barrier orders this program's stores before the count.
             tl.debug_barrier()
             before = tl.atomic_add(arrived + span * KV_HEADS + head, 1, sem="acq_rel")
             if before == count - 1:
                 tl.debug_barrier()
                 first = entry - index
-                _merge(partial, partial_lse, out_at, first, count, head, HEADS, GROUP, DIM, DIM_PADDED, WARPS)
+                _merge(
+                    partial, partial_lse, out_at, first, count, head, HEADS, GROUP, MEMBERS, DIM, DIM_PADDED,
+                    MERGE_NUMBERS * 32 * WARPS,
+                )  # fmt: skip
                 tl.store(arrived + span * KV_HEADS + head, 0)
         tile = num_programs + taken
         if tile < total:
-            span, row, begin, end, index, count = _entry(chunks, tile // KV_HEADS, RECORD)
+            span, row, begin, end, index, count, last = _entry(chunks, tile // KV_HEADS, RECORD)
     # One number is taken for each tile; whoever got the last of them is the last to look at the queue.
     if has_queue & (tile == num_programs + total - 1):
         tl.store(queue, 0)
+    if PDL:
+        gdc_wait()  # programs without a tile wait, too
 
 
 @triton.jit
 def _entry(chunks, entry, RECORD: tl.constexpr):
-    """Of the list: span, row, first token, end, index among the span's chunks, their number."""
+    """Of the list: see RECORD. Not out of a cache of the multiprocessor's: it may be from the last step."""
     record = chunks + entry * RECORD
-    span = tl.load(record).to(tl.int64)
-    row = tl.load(record + 1).to(tl.int64)
-    begin = tl.load(record + 2)
-    end = tl.load(record + 3)
-    return span, row, begin, end, tl.load(record + 4), tl.load(record + 5)
+    span = tl.load(record, cache_modifier=".cg").to(tl.int64)
+    row = tl.load(record + 1, cache_modifier=".cg").to(tl.int64)
+    begin = tl.load(record + 2, cache_modifier=".cg")
+    end = tl.load(record + 3, cache_modifier=".cg")
+    index = tl.load(record + 4, cache_modifier=".cg")
+    count = tl.load(record + 5, cache_modifier=".cg")
+    return span, row, begin, end, index, count, tl.load(record + 6, cache_modifier=".cg")
 
 
 @triton.jit
-def _attend(
-    query,
+def _angles(angles, dims, DIM: tl.constexpr):
+    """Cosine of each element, and sine with the sign that its partner is added with."""
+    HALF: tl.constexpr = DIM // 2
+    at = tl.where(dims < HALF, dims, dims - HALF)
+    cos = tl.load(angles + at, mask=dims < DIM, other=0.0)
+    sin = tl.load(angles + HALF + at, mask=dims < DIM, other=0.0)
+    return cos, tl.where(dims < HALF, -sin, sin)
+
+
+@triton.jit
+def _norm_rotated(at, dims, mask, norm, cos, sin, eps, DIM: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Heads that begin at the addresses `at` [N, 1], normed and rotated: fp32 [N, DIM_PADDED].
+
+    Each element's partner in the other half is loaded, too: no element moves between threads.
+    """
+    HALF: tl.constexpr = DIM // 2
+    partners = tl.where(dims < HALF, dims + HALF, dims - HALF)
+    value = tl.load(at + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    partner = tl.load(at + partners[None, :], mask=mask, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        gain = tl.load(norm + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+        partner_gain = tl.load(norm + partners, mask=dims < DIM, other=0.0).to(tl.float32)
+        factor = 1.0 / tl.sqrt(tl.sum(value * value, 1) / DIM + eps)
+        cos, sin = cos * gain, sin * partner_gain
+        return (value * cos[None, :] + partner * sin[None, :]) * factor[:, None]
+    else:
+        return value * cos[None, :] + partner * sin[None, :]
+
+
+@triton.jit
+def _turn_of_pool(
     k_head,
     v_head,
-    table,
-    begin,
-    end,
-    scale,
+    slot,
+    inside,
     STRIDE: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
-    GROUP_PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CACHE: tl.constexpr,
+):
+    """K and V of one head in the slots, [BLOCK, DIM_PADDED] each; zero where not `inside`."""
+    dims = tl.arange(0, DIM_PADDED)
+    # Slots fit int32, offsets into a big pool do not.
+    offset = slot.to(tl.int64)[:, None] * STRIDE + dims[None, :]
+    readable = inside[:, None] if DIM == DIM_PADDED else inside[:, None] & (dims < DIM)[None, :]
+    keys = tl.load(k_head + offset, mask=readable, other=0.0, cache_modifier=CACHE)
+    values = tl.load(v_head + offset, mask=readable, other=0.0, cache_modifier=CACHE)
+    return keys, values
+
+
+@triton.jit
+def _turn(
+    query,
+    keys,
+    values,
+    inside,
+    acc,
+    top,
+    weight,
+    scale,
     SUM_LATE: tl.constexpr,
     IS_FP32: tl.constexpr,
 ):
-    """Slots begin .. end - 1 of a row: weighted sum of V [GROUP_PADDED, DIM_PADDED], top score, weight.
+    """Keys and values [BLOCK, DIM_PADDED] into the sum of V `acc` [ROWS, DIM_PADDED], top score, weight.
 
     SUM_LATE: weights of a row, which lie in several warps, are summed once, not in each turn.
     """
-    dims = tl.arange(0, DIM_PADDED)
-    tokens = tl.arange(0, BLOCK)
-    top = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
-    weight = tl.zeros([GROUP_PADDED, BLOCK] if SUM_LATE else [GROUP_PADDED], tl.float32)
-    acc = tl.zeros([GROUP_PADDED, DIM_PADDED], tl.float32)
-    slot = tl.load(table + begin + tokens, mask=begin + tokens < end, other=0)
-    for at in range(begin, end, BLOCK):
-        position = at + tokens
-        inside = position < end
-        # Slots fit int32, offsets into a big pool do not.
-        offset = slot.to(tl.int64)[:, None] * STRIDE + dims[None, :]
-        slot = tl.load(table + position + BLOCK, mask=position + BLOCK < end, other=0)
-        readable = inside[:, None] if DIM == DIM_PADDED else inside[:, None] & (dims < DIM)[None, :]
-        keys = tl.load(k_head + offset, mask=readable, other=0.0)
-        values = tl.load(v_head + offset, mask=readable, other=0.0)
-        scores = (
-            tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee" if IS_FP32 else "tf32")
-            * scale
-        )
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        weight = weight * shrink[:, None] + weights if SUM_LATE else weight * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(
-            weights.to(query.dtype),
-            values.to(query.dtype),
-            acc,
-            input_precision="ieee" if IS_FP32 else "tf32",
-        )
-        top = new_top
-    return acc, top, tl.sum(weight, 1) if SUM_LATE else weight
+    precision: tl.constexpr = "ieee" if IS_FP32 else "tf32"
+    scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision=precision) * scale
+    scores = tl.where(inside[None, :], scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    weight = weight * shrink[:, None] + weights if SUM_LATE else weight * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None]
+    acc = tl.dot(weights.to(query.dtype), values.to(query.dtype), acc, input_precision=precision)
+    return acc, new_top, weight
 
 
 @triton.jit
@@ -230,17 +379,17 @@ def _merge(
     head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
-    WARPS: tl.constexpr,
+    NUMBERS: tl.constexpr,
 ):
     """The sum of `count` parts of one sequence for the heads of one group.
 
-    AT_ONCE parts a turn, 64 numbers a thread: all their loads are under way before the first is used, and no
-    thread needs another's numbers.
+    NUMBERS of the parts a turn: all their loads are under way before the first is used, and no thread needs
+    another's numbers.
     """
-    MEMBERS: tl.constexpr = triton.next_power_of_2(GROUP)
-    AT_ONCE: tl.constexpr = max(1, 2048 * WARPS // (MEMBERS * DIM_PADDED))
+    AT_ONCE: tl.constexpr = max(1, NUMBERS // (MEMBERS * DIM_PADDED))
     dims = tl.arange(0, DIM_PADDED)
     members = tl.arange(0, MEMBERS)
     real = members < GROUP

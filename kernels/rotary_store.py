@@ -4,6 +4,8 @@ Bytes: read the fused qkv product once, write q once and k, v once into the pool
 token. Rotary is the half-split form (Hugging Face's `rotate_half`).
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,23 +16,25 @@ from kernels.dependent_launch import dependent_launch
 from kernels.launcher import launch
 
 
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """What q and K of a layer's qkv product go through before attention."""
+
+    cos_sin: Tensor  # fp32 [max_position, head_dim]: cosines of the head_dim / 2 frequencies, then sines
+    q_norm: Tensor | None = None  # [head_dim], both or neither
+    k_norm: Tensor | None = None
+    eps: float = 1e-6
+
+
 def rotary_store(
-    qkv: Tensor,
-    kv: KvLayer,
-    slots: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    out_q: Tensor,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
+    qkv: Tensor, kv: KvLayer, slots: Tensor, positions: Tensor, rotary: Rotary, out_q: Tensor
 ) -> None:
     """Splits `qkv`, norms, rotates, stores.
 
     qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; out_q [num_tokens, num_heads, head_dim];
-    cos_sin fp32 [max_position, head_dim]: cosines of the head_dim / 2 frequencies, then sines; positions
-    and slots int32 [num_tokens]; q_norm, k_norm [head_dim] or None.
+    positions and slots int32 [num_tokens].
     """
+    cos_sin, q_norm, k_norm, eps = rotary.cos_sin, rotary.q_norm, rotary.k_norm, rotary.eps
     num_tokens, num_heads, head_dim = out_q.shape
     num_kv_heads = kv.k.shape[1]
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim, f"qkv is {tuple(qkv.shape)}"
@@ -87,7 +91,7 @@ def _norm_rotate(source, heads, half, mask, norm, cos, sin, eps, HALF: tl.conste
 
 
 @triton.jit
-def _stored(value, inverse, pool):
+def stored(value, inverse, pool):
     """In the pool's dtype; fp8 pages hold value / scale, and what is too large for them their largest."""
     if pool.dtype.element_ty == tl.float8e4nv:
         value = tl.minimum(tl.maximum(value.to(tl.float32) * inverse, -448.0), 448.0)
@@ -143,9 +147,9 @@ def _rotary_store_kernel(
     k_source = source + HEADS * 2 * HALF
     low, high = _norm_rotate(k_source, kv_heads, half, kv_mask, k_norm, cos, sin, eps, HALF, HAS_NORM)
     k_at = k_pool + slot * k_stride + kv_heads[:, None] * (2 * HALF) + half[None, :]
-    tl.store(k_at, _stored(low, k_inverse, k_pool), mask=kv_mask)
-    tl.store(k_at + HALF, _stored(high, k_inverse, k_pool), mask=kv_mask)
+    tl.store(k_at, stored(low, k_inverse, k_pool), mask=kv_mask)
+    tl.store(k_at + HALF, stored(high, k_inverse, k_pool), mask=kv_mask)
     v_source = k_source + KV_HEADS * 2 * HALF + kv_heads[:, None] * (2 * HALF) + half[None, :]
     v_at = v_pool + slot * v_stride + kv_heads[:, None] * (2 * HALF) + half[None, :]
-    tl.store(v_at, _stored(tl.load(v_source, mask=kv_mask), v_inverse, v_pool), mask=kv_mask)
-    tl.store(v_at + HALF, _stored(tl.load(v_source + HALF, mask=kv_mask), v_inverse, v_pool), mask=kv_mask)
+    tl.store(v_at, stored(tl.load(v_source, mask=kv_mask), v_inverse, v_pool), mask=kv_mask)
+    tl.store(v_at + HALF, stored(tl.load(v_source + HALF, mask=kv_mask), v_inverse, v_pool), mask=kv_mask)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from kernels.batch import KvLayer, PagedBatch
 from kernels.decode_plan import DecodePlan, make_plan, plan_decode
-from kernels.paged_decode import paged_decode
+from kernels.paged_decode import paged_decode, paged_decode_product
 from kernels.paged_prefill import paged_prefill
 from kernels.prefill_plan import PrefillSplit, list_tiles, make_split
+from kernels.rotary_store import Rotary
 from kernels.static_prefill import TritonStaticPrefill
 from kernels.store_kv import store_kv
 
@@ -79,7 +80,9 @@ class TritonBackend:
 
 
 class TritonStaticDecode:
-    """See kernels.backend.StaticDecode. Chunks are listed on the device, so a replay needs no host plan."""
+    """See kernels.backend.StaticDecode and kernels.product_decode. Chunks are listed on the device, so a
+    replay needs no host plan.
+    """
 
     def __init__(self, plan: DecodePlan, page_table: Tensor) -> None:
         self._plan = plan
@@ -95,6 +98,10 @@ class TritonStaticDecode:
     def attend(self, kv: KvLayer, q: Tensor, *, scale: float) -> Tensor:
         """One layer."""
         return paged_decode(q, kv, self._page_table, self._plan, scale=scale)
+
+    def attend_product(self, kv: KvLayer, qkv: Tensor, rotary: Rotary, *, scale: float) -> Tensor:
+        """See kernels.product_decode.ProductDecode."""
+        return paged_decode_product(qkv, kv, self._page_table, self._plan, rotary, scale=scale)
 
 
 def _sent(tiles: list[tuple[int, int]], device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 from kernels import reference
 from kernels.batch import KvLayer
 from kernels.reference import ReferenceBackend
-from kernels.rotary_store import rotary_store
+from kernels.rotary_store import Rotary, rotary_store
 from kernels.store_kv import store_kv
 from kernels.testing import PagedProblem, assert_no_worse, random_paged_problem
 from kernels.triton_backend import TritonBackend
@@ -201,7 +201,7 @@ def test_store_and_rotary_store_write_their_slots_and_nothing_else():
 
     rotated = KvLayer(*pool.clone())
     out_q = torch.empty(7, heads, dim, dtype=torch.bfloat16, device="cuda")
-    rotary_store(qkv, rotated, slots, positions, angles, out_q)
+    rotary_store(qkv, rotated, slots, positions, Rotary(angles), out_q)
     cos, sin = angles[positions.long()].chunk(2, dim=1)
     torch.testing.assert_close(out_q, reference.rotary(split[0], cos, sin), rtol=8e-3, atol=1e-2)
     k = reference.rotary(split[1], cos, sin)

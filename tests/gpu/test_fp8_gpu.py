@@ -13,7 +13,7 @@ from kernels.batch import KvLayer
 from kernels.dependent_launch import dependent_launches
 from kernels.fp8_rows import quantize_rows
 from kernels.rms_norm import rms_norm
-from kernels.rotary_store import rotary_store
+from kernels.rotary_store import Rotary, rotary_store
 from kernels.store_kv import store_kv
 from kernels.testing import random_paged_problem
 from kernels.triton_backend import TritonBackend
@@ -126,7 +126,7 @@ def test_rotated_rows_are_stored_as_specified() -> None:
     angles = torch.randn(count, dim // 2, device="cuda")
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
     out_q = torch.empty(count, heads, dim, device="cuda", dtype=BF16)
-    rotary_store(qkv, kv, slots, positions, cos_sin, out_q)
+    rotary_store(qkv, kv, slots, positions, Rotary(cos_sin), out_q)
     parts = qkv.view(count, -1, dim)
     k = reference.rotary(parts[:, heads : heads + kv_heads].float(), angles.cos(), angles.sin())
     v = parts[:, heads + kv_heads :]

@@ -12,7 +12,7 @@ from kernels.decode_inputs import decode_inputs
 from kernels.few_rows import FewRowsLaunch, add_product, product
 from kernels.matvec import matvec
 from kernels.rms_norm import add_rms_norm, rms_norm
-from kernels.rotary_store import rotary_store
+from kernels.rotary_store import Rotary, rotary_store
 from kernels.silu_mul import silu_mul
 from kernels.testing import assert_no_worse
 
@@ -116,7 +116,7 @@ def test_rotary_and_store_are_no_worse_than_plain_torch(heads, kv_heads, dim, wi
     angles = noise(512, dim, dtype=torch.float32, seed=2)
     norms = [noise(dim, dtype=dtype, seed=3 + n) if with_norm else None for n in range(2)]
     out_q = torch.empty(num_tokens, heads, dim, dtype=dtype, device="cuda")
-    rotary_store(qkv, kv, slots, positions, angles, out_q, *norms, eps=EPS)
+    rotary_store(qkv, kv, slots, positions, Rotary(angles, *norms, eps=EPS), out_q)
 
     q, k, v = qkv.view(num_tokens, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
     cos, sin = angles[positions.long()].chunk(2, dim=1)

@@ -49,7 +49,7 @@ def test_the_fused_network_computes_what_the_plain_one_does(
     expected = model.logits(model.forward(ids, positions, plain))
     inputs = fused.embedding[ids.long()].clone()
     if is_decode:
-        logits = fused.decode(inputs, positions, slots, kv, stored)
+        logits = fused.decode(inputs, kv, fused.stored_first(positions, slots, stored))
     else:
         logits = fused.logits(fused.forward(inputs, positions, slots, kv, stored))
     torch.testing.assert_close(logits.float(), expected, rtol=1e-4, atol=1e-4)

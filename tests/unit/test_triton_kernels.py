@@ -12,13 +12,13 @@ triton = pytest.importorskip("triton", reason="Triton has wheels for Linux only"
 
 from kernels import fp8, reference  # noqa: E402
 from kernels.batch import KvLayer, PagedBatch  # noqa: E402
-from kernels.decode_plan import MANY, MAX_CHUNKS, DecodeLaunch, make_plan, plan_decode  # noqa: E402
+from kernels.decode_plan import FEW, MANY, MAX_CHUNKS, make_plan, plan_decode  # noqa: E402
 from kernels.matvec import matvec  # noqa: E402
 from kernels.paged_decode import paged_decode  # noqa: E402
 from kernels.paged_prefill import paged_prefill  # noqa: E402
 from kernels.prefill_plan import list_tiles, split_in  # noqa: E402
 from kernels.rms_norm import add_rms_norm, rms_norm  # noqa: E402
-from kernels.rotary_store import rotary_store  # noqa: E402
+from kernels.rotary_store import Rotary, rotary_store  # noqa: E402
 from kernels.silu_mul import silu_mul  # noqa: E402
 from kernels.store_kv import store_kv  # noqa: E402
 from kernels.triton_backend import TritonBackend  # noqa: E402
@@ -127,13 +127,13 @@ def test_a_sequence_has_the_same_bits_alone_as_in_company():
     heads, kv_heads, dim = 4, 2, 64
     q, kv, batch = problem(heads, kv_heads, dim, 16, [200, 130, 300], [1, 1, 1])
     plan = make_plan(3, heads, kv_heads, dim, 320, q.device, chunk_scale=1)
-    assert plan.launch_of(3) == DecodeLaunch(64, 4, 3, 3, 2)
+    assert plan.launch_of(3) == FEW
     plan_decode(plan, batch.rows, batch.kv_lens)
     together = paged_decode(q, kv, batch.page_table, plan, scale=dim**-0.5)
     for one in range(3):
         span = slice(one, one + 1)
         for programs in (1, 6):
-            lonely = dataclasses.replace(plan, launch=DecodeLaunch(64, 4, 3, programs, 2))
+            lonely = dataclasses.replace(plan, launch=dataclasses.replace(FEW, programs_per_sm=programs))
             plan_decode(lonely, batch.rows[span], batch.kv_lens[span])
             alone = paged_decode(q[span], kv, batch.page_table, lonely, scale=dim**-0.5)
             torch.testing.assert_close(alone, together[span], rtol=0, atol=0)
@@ -216,7 +216,7 @@ def test_rotary_store_equals_norm_then_rotary_then_store(heads, kv_heads, dim, w
     positions, cos_sin = torch.tensor([0, 1, 2, 30, 31, 7]).int(), torch.randn(32, dim)
     norms = (torch.randn(dim), torch.randn(dim)) if with_norm else (None, None)
     out_q = torch.empty(num_tokens, heads, dim)
-    rotary_store(qkv, kv, slots, positions, cos_sin, out_q, *norms, eps=1e-6)
+    rotary_store(qkv, kv, slots, positions, Rotary(cos_sin, *norms, eps=1e-6), out_q)
     q, k, v = (
         part.reshape(num_tokens, -1, dim)
         for part in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], 1)

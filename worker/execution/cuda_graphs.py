@@ -13,6 +13,7 @@ size, and no answer depends on what was captured before.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from kernels.batch import KvLayer
 from kernels.decode_inputs import decode_inputs
 from kernels.dependent_launch import dependent_launches
 from kernels.plan_buffers import new_event
+from kernels.product_decode import ProductDecode
 from kernels.sample import SampleScratch, make_scratch, sample
 from kernels.sample_columns import SampleColumns
 from kernels.zero_copy import (
@@ -37,7 +39,7 @@ from kernels.zero_copy import (
 )
 from worker.execution.graph_sizes import capture_sizes, kernel_sizes, padded_size
 from worker.execution.step_buffers import StepBuffer, StepBuffers, StepOutcome, decode_shapes
-from worker.model.fused import FusedModel
+from worker.model.fused import AttendProduct, FusedModel
 
 WARM_UPS = 1  # before a capture: compiles and loads kernels, and lets the libraries allocate
 
@@ -215,10 +217,14 @@ class DecodeGraphs:
         decode_inputs(rows, kv_lens, *inputs, positions, slots, hidden)
         self._decode.begin(rows, kv_lens)
 
-        def attend(kv: KvLayer, q: Tensor) -> Tensor:
-            return self._decode.attend(kv, q, scale=self._scale)
+        return self._model.decode(hidden, tables.kv, self._attention(positions, slots))
 
-        return self._model.decode(hidden, positions, slots, tables.kv, attend)
+    def _attention(self, positions: Tensor, slots: Tensor) -> AttendProduct:
+        """Of one launch a layer where the backend has that."""
+        decode, scale = self._decode, self._scale
+        if isinstance(decode, ProductDecode):
+            return partial(decode.attend_product, scale=scale)
+        return self._model.stored_first(positions, slots, partial(decode.attend, scale=scale))
 
     def _size(self, rows: Sequence[int]) -> int:
         size = padded_size(len(rows), self.sizes)

@@ -17,7 +17,7 @@ from kernels.batch import KvLayer
 from kernels.few_rows import Scaled, add_product, product
 from kernels.matvec import matvec
 from kernels.rms_norm import add_rms_norm, rms_norm
-from kernels.rotary_store import rotary_store
+from kernels.rotary_store import Rotary, rotary_store
 from kernels.silu_mul import silu_mul
 from worker.model.layers import TorchLinear
 from worker.model.llama import DecoderLayer, Model
@@ -26,6 +26,10 @@ from worker.model.quantized import Fp8Linear
 
 AttendStored = Callable[[KvLayer, Tensor], Tensor]
 """(K and V of a layer, this step's already in it; q [T, num_heads, head_dim]) → [T, num_heads, head_dim]."""
+
+AttendProduct = Callable[[KvLayer, Tensor, Rotary], Tensor]
+"""(K and V of a layer, this step's not yet in it; the qkv product [T, (heads + 2 * KV heads) * head_dim];
+what q and K go through) → [T, num_heads, head_dim]. Leaves K and V stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +81,14 @@ class FusedModel:
         """Whether its kernels are all ours and gain by beginning early: dependent launches."""
         return num_rows <= self._own_rows.dependent
 
-    def decode(
-        self, residual: Tensor, positions: Tensor, slots: Tensor, kv: Sequence[KvLayer], attend: AttendStored
-    ) -> Tensor:
-        """A decode step: as `forward`, then logits of all rows."""
+    def decode(self, residual: Tensor, kv: Sequence[KvLayer], attend: AttendProduct) -> Tensor:
+        """A decode step: logits [T, vocab_size] of all rows. residual as in `forward`."""
         num_rows = residual.shape[0]
         if not self.is_own(num_rows):
-            return self.logits(self.forward(residual, positions, slots, kv, attend))
-        steps = (positions, slots, attend)
+            return self.logits(self._forward(residual, kv, attend))
         if num_rows == 1:
-            return self._decode_one_row(residual, kv, *steps)
-        return self._decode_few_rows(residual, kv, *steps)
+            return self._decode_one_row(residual, kv, attend)
+        return self._decode_few_rows(residual, kv, attend)
 
     def forward(
         self, residual: Tensor, positions: Tensor, slots: Tensor, kv: Sequence[KvLayer], attend: AttendStored
@@ -96,12 +97,24 @@ class FusedModel:
 
         residual [T, hidden]: embedding rows, overwritten; positions, slots int32 [T].
         """
+        return self._forward(residual, kv, self.stored_first(positions, slots, attend))
+
+    def stored_first(self, positions: Tensor, slots: Tensor, attend: AttendStored) -> AttendProduct:
+        """Attention that finds K and V stored, behind a kernel that splits the product and stores them."""
+
+        def attend_product(kv: KvLayer, qkv: Tensor, rotary: Rotary) -> Tensor:
+            q = self.new_q(qkv.shape[0])
+            rotary_store(qkv, kv, slots, positions, rotary, q)
+            return attend(kv, q)
+
+        return attend_product
+
+    def _forward(self, residual: Tensor, kv: Sequence[KvLayer], attend: AttendProduct) -> Tensor:
         pending: Tensor | None = None
         for number, layer_kv in enumerate(kv[: self.depth]):
-            q = self.new_q(residual.shape[0])
-            self.enter(number, pending, residual, positions, slots, layer_kv, q)
-            attended = attend(layer_kv, q).view(residual.shape[0], -1)
-            pending = self.leave(number, attended, residual)
+            qkv = self._product(number, pending, residual)
+            attended = attend(layer_kv, qkv, self._rotary(self._layers[number]))
+            pending = self.leave(number, attended.view(residual.shape[0], -1), residual)
         if pending is not None:
             residual += pending
         return residual
@@ -123,13 +136,8 @@ class FusedModel:
         q: Tensor,
     ) -> None:
         """A layer as far as its attention: adds what is pending to the residual, stores K and V, fills q."""
-        layer, eps = self._layers[number], self.config.rms_norm_eps
-        if pending is None:
-            normed = rms_norm(residual, layer.attention_norm, eps)
-        else:
-            normed = add_rms_norm(pending, residual, layer.attention_norm, eps)
-        norms = (layer.q_norm, layer.k_norm)
-        rotary_store(layer.qkv(normed), kv, slots, positions, self._cos_sin, q, *norms, eps=eps)
+        qkv = self._product(number, pending, residual)
+        rotary_store(qkv, kv, slots, positions, self._rotary(self._layers[number]), q)
 
     def leave(self, number: int, attended: Tensor, residual: Tensor) -> Tensor:
         """A layer from its attention [T, num_heads * head_dim] on; the last product, not yet added."""
@@ -157,14 +165,12 @@ class FusedModel:
     def _depths(self, kv: Sequence[KvLayer]) -> Iterator[tuple[DecoderLayer, KvLayer]]:
         return zip(self._layers[: self.depth], kv[: self.depth], strict=True)
 
-    def _decode_one_row(
-        self, residual: Tensor, kv: Sequence[KvLayer], positions: Tensor, slots: Tensor, attend: AttendStored
-    ) -> Tensor:
+    def _decode_one_row(self, residual: Tensor, kv: Sequence[KvLayer], attend: AttendProduct) -> Tensor:
         eps = self.config.rms_norm_eps
         for layer, layer_kv in self._depths(kv):
             qkv, output, gate_up, down = map(_linear, (layer.qkv, layer.output, layer.gate_up, layer.down))
             heads = matvec(residual, qkv.weight, norm=layer.attention_norm, eps=eps, bias=qkv.bias)
-            attended = self._attend(layer, heads, positions, slots, layer_kv, attend)
+            attended = attend(layer_kv, heads, self._rotary(layer)).flatten(1)
             matvec(attended, output.weight, residual=residual, bias=output.bias)
             active = matvec(residual, gate_up.weight, norm=layer.mlp_norm, eps=eps, gated=True)
             matvec(active, down.weight, residual=residual, bias=down.bias)
@@ -172,16 +178,14 @@ class FusedModel:
         weight = head.weight[: self.config.vocab_size]
         return matvec(residual, weight, norm=self._norm, eps=eps, bias=head.bias)
 
-    def _decode_few_rows(
-        self, residual: Tensor, kv: Sequence[KvLayer], positions: Tensor, slots: Tensor, attend: AttendStored
-    ) -> Tensor:
+    def _decode_few_rows(self, residual: Tensor, kv: Sequence[KvLayer], attend: AttendProduct) -> Tensor:
         eps = self.config.rms_norm_eps
         gains = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]
         normed: Tensor | Scaled = rms_norm(residual, self._layers[0].attention_norm, eps)
         for (layer, layer_kv), next_gain in zip(self._depths(kv), gains, strict=False):
             qkv, output, gate_up, down = map(_linear, (layer.qkv, layer.output, layer.gate_up, layer.down))
             heads = product(normed, qkv.weight, eps=eps, bias=qkv.bias)
-            attended = self._attend(layer, heads, positions, slots, layer_kv, attend)
+            attended = attend(layer_kv, heads, self._rotary(layer)).flatten(1)
             scaled = add_product(attended, output.weight, residual, layer.mlp_norm, bias=output.bias)
             active = product(scaled, gate_up.weight, eps=eps, gated=True)
             normed = add_product(active, down.weight, residual, next_gain, bias=down.bias)
@@ -193,19 +197,15 @@ class FusedModel:
             return product(normed, _linear(layer.gate_up).weight, gated=True)
         return silu_mul(layer.gate_up(normed))
 
-    def _attend(
-        self,
-        layer: DecoderLayer,
-        qkv: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        kv: KvLayer,
-        attend: AttendStored,
-    ) -> Tensor:
-        q, norms = self.new_q(qkv.shape[0]), (layer.q_norm, layer.k_norm)
-        eps = self.config.rms_norm_eps
-        rotary_store(qkv, kv, slots, positions, self._cos_sin, q, *norms, eps=eps)
-        return attend(kv, q).view(qkv.shape[0], -1)
+    def _product(self, number: int, pending: Tensor | None, residual: Tensor) -> Tensor:
+        """Adds what is pending to the residual; the qkv product of its norm."""
+        layer, eps = self._layers[number], self.config.rms_norm_eps
+        if pending is None:
+            return layer.qkv(rms_norm(residual, layer.attention_norm, eps))
+        return layer.qkv(add_rms_norm(pending, residual, layer.attention_norm, eps))
+
+    def _rotary(self, layer: DecoderLayer) -> Rotary:
+        return Rotary(self._cos_sin, layer.q_norm, layer.k_norm, self.config.rms_norm_eps)
 
 
 def _is_dense(model: Model) -> bool:
