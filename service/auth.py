@@ -122,6 +122,8 @@ def read_principals(path: Path) -> Principals:
         # The parser's text may quote what it read.
         where = re.search(r"\(at [^()]*\)$", str(error))
         raise AuthFileError(f"{path} is no TOML {where[0] if where else ''}".rstrip()) from None
+    except RecursionError:
+        raise AuthFileError(f"{path} is nested too deeply") from None
     if unknown := sorted(table.keys() - {"principal"}):
         raise AuthFileError(f"{path}: no such key: {', '.join(unknown)}")
     entries = table.get("principal")
@@ -198,7 +200,10 @@ class Authenticator:
         """Reads the file again whenever it has changed; runs until it is cancelled."""
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
-            await asyncio.to_thread(self.reload)
+            try:
+                await asyncio.to_thread(self.reload)
+            except Exception:  # a bug of ours: without the next look a token taken away would stay good
+                log.exception("event=auth_reload_failed")
 
     def reload(self) -> bool:
         """Reads the file if it has changed; whether the principals are new."""

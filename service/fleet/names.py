@@ -70,8 +70,11 @@ class WorkerNames:
 
     async def _keep_looking(self) -> None:
         while True:
-            await asyncio.gather(*(self._look(entry) for entry in self._found if entry.startswith(DNS)))
-            self._tell()
+            try:
+                await asyncio.gather(*(self._look(entry) for entry in self._found if entry.startswith(DNS)))
+                self._tell()
+            except Exception:  # a bug of ours: without the next look no worker would ever be found again
+                log.exception("event=look_failed")
             await asyncio.sleep(self._seconds)
 
     async def _look(self, entry: str) -> None:
@@ -79,7 +82,7 @@ class WorkerNames:
         try:
             async with asyncio.timeout(self._seconds):
                 hosts = await self._lookup(host.strip("[]"), int(port))
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, UnicodeError) as error:  # UnicodeError: what cannot be a name
             log.warning("event=name_not_found name=%s why=%r", host, str(error) or type(error).__name__)
             return
         if len(hosts) > MAX_ADDRESSES:
@@ -90,5 +93,5 @@ class WorkerNames:
     def _tell(self) -> None:
         addresses = self.addresses
         if addresses != self._told:
-            self._told = addresses
             self._on_change(addresses)
+            self._told = addresses  # only now: where it failed it is told again

@@ -149,6 +149,8 @@ class PinKeeper:
                 log.error("event=pin_failed pin=%s worker=%s why=%r", pin.name, asked.worker_id, str(failure))
                 if failure.status.name in ("INVALID_ARGUMENT", "FAILED_PRECONDITION", "NOT_FOUND"):
                     return
+            except Exception:  # a bug of ours or the worker's: the pin is wanted all the same
+                log.exception("event=pin_failed pin=%s worker=%s", pin.name, asked.worker_id)
             else:
                 log.info(
                     "event=pinned pin=%s worker=%s pages=%d", pin.name, done.worker_id, done.pinned_pages

@@ -1,5 +1,6 @@
 """The auth file: what is accepted, what is refused and in which words, and its renewal."""
 
+import asyncio
 import hashlib
 import logging
 import os
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from service import auth as auth_module
 from service.auth import Authenticator, AuthFileError, Principals, read_principals
 from service.config import ConfigError, ServiceConfig
 
@@ -105,15 +107,48 @@ def test_a_changed_file_is_read_and_a_wrong_one_leaves_the_old_in_force(
     assert auth.reload()
     assert auth.principals.of_token(NEXT_TOKEN) is not None
     with caplog.at_level(logging.ERROR):
-        for change in (lambda: written(path, f'oops = "{TOKEN}"'), path.unlink):
+        deep = f"{TOKEN[:8]} = {'[' * 5000}"  # the parser's own limit, which is no error of its kind
+        for change in (lambda: written(path, f'oops = "{TOKEN}"'), lambda: written(path, deep), path.unlink):
             change()
             assert not auth.reload()
     assert auth.principals.of_token(TOKEN) is not None
-    assert refusals == [1, 1]
+    assert refusals == [1, 1, 1]
     assert TOKEN not in caplog.text
     written(path, entry(NEXT_TOKEN))
     assert auth.reload()
     assert auth.principals.of_token(TOKEN) is None, "taken away"
+
+
+def test_a_reload_that_fails_is_followed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The task ended without a word, and a token that was taken away stayed good for ever."""
+    path = written(tmp_path / "auth.toml", entry(TOKEN))
+    auth = Authenticator(path)
+    monkeypatch.setattr(auth_module, "RELOAD_SECONDS", 0.01)
+    failures = [MemoryError(), ZeroDivisionError()]
+
+    def refuse() -> None:
+        if failures:
+            raise failures.pop()
+
+    auth.on_refused = refuse
+
+    async def follow() -> None:
+        keeping = asyncio.ensure_future(auth.keep_up())
+        for number in range(2):
+            left = len(failures)
+            written(path, f"wrong = {number}")
+            while len(failures) == left:
+                await asyncio.sleep(0.005)
+        written(path, entry(NEXT_TOKEN))
+        while auth.principals.of_token(TOKEN) is not None:
+            await asyncio.sleep(0.005)
+        keeping.cancel()
+
+    asyncio.run(asyncio.wait_for(follow(), 100))
+    assert auth.principals.of_token(NEXT_TOKEN) is not None
+    assert caplog.text.count("event=auth_reload_failed") == 2
 
 
 def test_tokens_in_plaintext_stay_on_the_loopback(tmp_path: Path) -> None:

@@ -212,3 +212,24 @@ def test_a_child_that_breaks_is_an_answer(
     box = Box()
     ask(estimator, task_of(worker, sample), sample.requests, box)
     assert isinstance(box.get(), EstimateBroken)
+
+
+def test_whatever_goes_wrong_with_one_estimate_the_next_is_answered(
+    estimator: Estimator, sampled: tuple[RecordedWorker, Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that failed, or a task that cannot be written, ended the thread: later ones waited on."""
+    worker, sample = sampled
+    task = task_of(worker, sample)
+
+    def broken(answer: Answer) -> None:
+        raise ZeroDivisionError
+
+    estimator.submit(Estimate(1, task, sample.requests, time.monotonic() + 100, broken))
+    with monkeypatch.context() as patched:
+        patched.setattr(estimator_module, "write_task", lambda *_: 1 // 0)
+        box = Box()
+        ask(estimator, task, sample.requests, box)
+        assert isinstance(box.get(), EstimateBroken)
+    box = Box()
+    ask(estimator, task, sample.requests, box)
+    assert isinstance(box.get(), dict)

@@ -4,14 +4,19 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvatlas.log_levels import LogLevels, UnknownLogger
+from kvatlas.v1 import server_pb2 as pb
 from service.admission import Quota
 from service.config import ConfigError
 from service.drain import DrainControl
-from service.handlers.pins import read_pins
+from service.fleet.codec import SERVING
+from service.handlers import pins as pins_module
+from service.handlers.pins import PinKeeper, read_pins
 
 
 class Clock:
@@ -138,3 +143,34 @@ def test_pins_have_the_fields_of_the_call(tmp_path: Path) -> None:
     )
     (chat,) = read_pins(path)
     assert chat.chat.messages[0].content == "Be kind."
+
+
+def test_a_configured_pin_is_set_again_whatever_went_wrong(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only refusals were dealt with: anything else ended the task, and the pin was missing without a word."""
+    monkeypatch.setattr(pins_module, "MIN_RETRY_SECONDS", 0.01)
+    link = SimpleNamespace(address="ipc://a", facts=SimpleNamespace(epoch=7), is_up=True)
+    pool: Any = SimpleNamespace(links=[link], known=[link], state_of=lambda _: SERVING)
+    kept = SimpleNamespace(link=link, mirror=SimpleNamespace(worker_id="w"))
+    mirrors: Any = SimpleNamespace(kept=[kept])
+    answers: list[Any] = [ZeroDivisionError("a bug"), [], [pb.PinnedPrefix(name="a", worker_id="w")]]
+
+    class Pinner:
+        async def set(self, request: pb.SetPinnedPrefixRequest, timeout: float) -> Any:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    async def follow() -> None:
+        pinner: Any = Pinner()
+        keeper = PinKeeper(pinner, pool, mirrors, [pb.SetPinnedPrefixRequest(name="a", text="x")])
+        keeper.look()
+        await asyncio.gather(*keeper._tasks.values())
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(asyncio.wait_for(follow(), 100))
+    assert not answers
+    assert caplog.text.count("event=pin_failed pin=a worker=w") == 2
+    assert "event=pinned pin=a worker=w" in caplog.text

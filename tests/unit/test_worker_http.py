@@ -122,3 +122,25 @@ def test_connections_that_say_nothing_are_bounded_and_do_not_hold_up_the_end(
     finally:
         for connection in silent:
             connection.close()
+
+
+def test_a_connection_that_got_no_thread_keeps_no_place(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After eight of them nobody was answered any more."""
+    start = threading.Thread.start
+    refused: list[threading.Thread] = []
+
+    def no_more(thread: threading.Thread) -> None:
+        if thread.name != "kvatlas-http":
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+    for _ in range(MAX_CONNECTIONS + 1):
+        with pytest.raises((http.client.HTTPException, OSError)):
+            served.get("/healthz")
+    monkeypatch.undo()
+    assert len(refused) == MAX_CONNECTIONS + 1
+    assert served.get("/healthz")[0] == 200

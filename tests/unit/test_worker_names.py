@@ -78,6 +78,46 @@ def test_a_name_server_that_fails_changes_nothing(caplog: pytest.LogCaptureFixtu
     assert "event=name_not_found name=worker why='no such name'" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["a..b", "x" * 70])
+def test_a_name_that_cannot_be_one_does_not_end_the_looking(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its UnicodeError ended the task without a word, and no other name was ever looked up again."""
+
+    async def looked_up(asked: str, port: int) -> list[str]:
+        directory.num_looks += 1
+        return await look_up(asked, port) if asked == name else ["10.0.0.1"]
+
+    directory = Directory()
+    directory.look_up = looked_up  # type: ignore[method-assign]
+    found = told([f"dns://{name}:1", "dns://worker:5555"], directory, [lambda: None])
+    assert found == [("tcp://10.0.0.1:5555",)]
+    assert f"event=name_not_found name={name}" in caplog.text
+
+
+def test_a_reader_of_addresses_that_fails_is_told_them_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever goes wrong with the workers of one look, the next look comes."""
+    directory = Directory()
+    directory.hosts["worker"] = ["10.0.0.1"]
+    seen: list[Any] = []
+
+    def on_change(found: Sequence[str]) -> None:
+        seen.append(found)
+        if found and len(seen) < 3:
+            raise ValueError("not now")
+
+    async def follow() -> None:
+        names = WorkerNames(["dns://worker:1"], on_change, lookup=directory.look_up, seconds=0.01)
+        names.start()
+        while len(seen) < 3:
+            await asyncio.sleep(0.005)
+        names.close()
+
+    asyncio.run(asyncio.wait_for(follow(), CALL_SECONDS))
+    assert seen == [("tcp://10.0.0.1:1",)] * 3
+    assert caplog.text.count("event=look_failed") == 2
+
+
 def test_a_name_with_too_many_addresses_is_cut_and_told(caplog: pytest.LogCaptureFixture) -> None:
     directory = Directory()
     directory.hosts["worker"] = [f"10.0.{number // 256}.{number % 256}" for number in range(300)]

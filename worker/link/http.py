@@ -72,14 +72,21 @@ class _BoundedServer(ThreadingHTTPServer):
             request.close()  # someone opens connections faster than we answer: the next scrape will do
             return
         self._connections.add(request)
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread for it, so nobody else gives its place back
+            self._let_go(request)
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._connections.discard(request)
-            self._slots.release()
+            self._let_go(request)
+
+    def _let_go(self, request: Any) -> None:
+        self._connections.discard(request)
+        self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("event=http_failed client=%s", client_address, exc_info=True)

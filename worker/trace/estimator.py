@@ -97,12 +97,25 @@ class Estimator:
 
     def _run(self) -> None:
         while (estimate := self._next()) is not None:
-            answer = self._answer(estimate)
+            answer = self._answer_safely(estimate)
             with self._lock:
                 self._running = None
                 is_wanted = not self._is_cancelled
             if is_wanted:
-                estimate.on_answer(answer)
+                self._tell(estimate, answer)
+
+    def _answer_safely(self, estimate: Estimate) -> Answer:
+        try:
+            return self._answer(estimate)
+        except Exception as error:  # whatever it is, the next question is answered
+            logger.exception("event=estimate_failed")
+            return EstimateBroken(str(error) or type(error).__name__)
+
+    def _tell(self, estimate: Estimate, answer: Answer) -> None:
+        try:
+            estimate.on_answer(answer)
+        except Exception:  # as above
+            logger.exception("event=estimate_not_told")
 
     def _next(self) -> Estimate | None:
         with self._changed:
@@ -117,10 +130,7 @@ class Estimator:
         if self._clock() >= estimate.deadline:
             return EstimateLate()
         began = self._clock()
-        try:
-            output = self._ask_child(estimate)
-        except OSError as error:
-            return EstimateBroken(str(error))
+        output = self._ask_child(estimate)
         if self._clock() >= estimate.deadline:
             return EstimateLate()
         try:
