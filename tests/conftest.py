@@ -3,7 +3,7 @@
 No test depends on how fast the machine is; it may stand still for seconds at any line.
 
 - What a test waits for stays so until the test has seen it. What runs is held: a scripted worker by
-  `hold_at` and `let_go()` (service/testing.py), a fake device by `hold`, each request being one of
+  `hold_at` and `let_go()` (service/testing_worker.py), a fake device by `hold`, each request being one of
   `hold.tokens`. What comes by itself and passes by itself (a peak, a merge, a restart) is provoked until it
   was seen, or read from what was recorded meanwhile.
 - `wait_until` waits for a condition. Its limit only ends a test that hangs, and is never what is shown.

@@ -19,7 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc, server_pb2, server_pb2_grpc
 from service import health_messages as health
-from service.testing import Refusal, RunningService, WorkerScript, loop_thread, running_service
+from service.testing import Refusal, RunningService, loop_thread, running_service
+from service.testing_worker import WorkerScript
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL_SECONDS = 120.0  # ends a call that hangs

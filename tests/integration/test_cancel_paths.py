@@ -18,7 +18,8 @@ import pytest
 from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc
 from service.request import AbortReason
-from service.testing import RunningService, WorkerScript, running_service
+from service.testing import RunningService, running_service
+from service.testing_worker import WorkerScript
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL_SECONDS = 120.0  # ends a call that hangs

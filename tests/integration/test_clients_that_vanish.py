@@ -20,7 +20,8 @@ from kvatlas.cli.config import child_environment
 from kvatlas.v1 import generation_pb2 as pb
 from service.request import AbortReason
 from service.server_options import OPTIONS
-from service.testing import RunningService, WorkerScript, running_service
+from service.testing import RunningService, running_service
+from service.testing_worker import WorkerScript
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 MARGIN_SECONDS = 5.0

@@ -21,14 +21,8 @@ import pytest
 from kvatlas.v1 import cache_pb2, cache_pb2_grpc, generation_pb2_grpc, server_pb2, server_pb2_grpc
 from kvatlas.v1 import generation_pb2 as pb
 from service import health_messages as health
-from service.testing import (
-    Refusal,
-    RunningService,
-    ScriptedWorker,
-    WorkerScript,
-    loop_thread,
-    running_service,
-)
+from service.testing import Refusal, RunningService, loop_thread, running_service
+from service.testing_worker import ScriptedWorker, WorkerScript
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL_SECONDS = 120.0  # ends a call that hangs

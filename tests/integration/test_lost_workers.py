@@ -10,7 +10,8 @@ import pytest
 
 from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc, server_pb2, server_pb2_grpc
-from service.testing import Refusal, RunningService, WorkerScript, running_service
+from service.testing import Refusal, RunningService, running_service
+from service.testing_worker import WorkerScript
 
 
 @pytest.fixture

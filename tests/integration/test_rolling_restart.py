@@ -17,7 +17,8 @@ import pytest
 
 from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc
-from service.testing import RunningService, WorkerScript, loop_thread, running_service
+from service.testing import RunningService, loop_thread, running_service
+from service.testing_worker import WorkerScript
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = json.loads((ROOT / "examples/service_config.json").read_text())

@@ -26,9 +26,10 @@ from kvatlas.v1 import (
     server_pb2_grpc,
 )
 from kvatlas.v1 import generation_pb2 as pb
-from service.testing import RunningService, ScriptedWorker, loop_thread, running_service
+from service.testing import RunningService, loop_thread, running_service
 from service.testing_callers import SECONDS, Caller, Told, both, raw, told
 from service.testing_fleet import FAULTY_TOKENS, WorkerProcess, wait_for
+from service.testing_worker import ScriptedWorker
 
 PAGES, ROWS, QUEUE = 64, 2, 12
 CONTEXT = PAGES * 16

@@ -14,7 +14,8 @@ import pytest
 from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc, server_pb2, server_pb2_grpc
 from service.request import AbortReason
-from service.testing import Refusal, RunningService, ScriptedWorker, WorkerScript, running_service
+from service.testing import Refusal, RunningService, running_service
+from service.testing_worker import ScriptedWorker, WorkerScript
 
 ENDLESS = {"fake.step_ms": "250"}  # for two minutes
 WAITING = {"fake.wait_ms": "600000"}

@@ -11,7 +11,8 @@ import pytest
 from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc
 from service.request import AbortReason
-from service.testing import Refusal, RunningService, WorkerScript, running_service
+from service.testing import Refusal, RunningService, running_service
+from service.testing_worker import WorkerScript
 
 CALL_SECONDS = 120.0  # ends a call that hangs
 

@@ -22,7 +22,8 @@ from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc, server_pb2, server_pb2_grpc
 from service.config import ConfigError, ServiceConfig
 from service.request import sampled_trace_id, trace_id_of
-from service.testing import Refusal, RunningService, WorkerScript, running_service
+from service.testing import Refusal, RunningService, running_service
+from service.testing_worker import WorkerScript
 from service.tracing import MAX_QUEUED_SPANS, Tracing
 
 ROOT = Path(__file__).resolve().parents[2]

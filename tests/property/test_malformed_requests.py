@@ -20,8 +20,9 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from kvatlas.v1 import cache_pb2, generation_pb2, server_pb2
-from service.testing import RunningService, WorkerScript, running_service
+from service.testing import RunningService, running_service
 from service.testing_damage import fill, mutated
+from service.testing_worker import WorkerScript
 
 CALLERS = 24
 SEED = 20240607

@@ -22,8 +22,9 @@ from kvatlas.worker.v1 import worker_pb2
 from service.fleet import page_codec
 from service.fleet.feed import OutOfStep
 from service.fleet.page_mirror import PageMirror
-from service.testing import RunningService, ScriptedWorker, running_service
+from service.testing import RunningService, running_service
 from service.testing_damage import fill, mutated
+from service.testing_worker import ScriptedWorker
 from worker.link.testing import TestService
 
 ROOT = Path(__file__).resolve().parents[2]

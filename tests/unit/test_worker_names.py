@@ -12,7 +12,8 @@ import pytest
 from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc, server_pb2, server_pb2_grpc
 from service.fleet.names import MAX_ADDRESSES, WorkerNames, look_up
-from service.testing import RunningService, ScriptedWorker, WorkerScript, running_service
+from service.testing import RunningService, running_service
+from service.testing_worker import ScriptedWorker, WorkerScript
 
 CALL_SECONDS = 600.0  # only ends a test that hangs
 
