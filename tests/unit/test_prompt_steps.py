@@ -297,7 +297,7 @@ def test_more_known_tokens_and_pages_than_a_message_holds_are_sent_before_it(
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of the NaN
 def test_who_reads_what_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """M-20: a span whose pages hold NaN, one without a token among them; the others have theirs."""
+    """A span whose pages hold NaN, one without a token among them; the others have theirs."""
     found = runner(monkeypatch)
     outcomes = noted(monkeypatch, found)
     first = step_of(FIRST, sampled=[0, 1, 2], params=[PLAIN] * 3)
