@@ -1,0 +1,142 @@
+"""Page events through CacheService: each once and in order; what the mirror does without them."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvatlas.v1 import cache_pb2 as pb
+from kvatlas.worker.v1 import worker_pb2
+from service.fleet import mirrors
+from service.fleet.page_mirror import Standing
+from service.request import LostReason
+from service.testing_cache import (
+    ACTIVE,
+    CACHED,
+    CacheStage,
+    ScriptedContext,
+    ScriptedLink,
+    until,
+)
+
+
+def test_every_event_comes_once_and_in_order_and_a_reader_that_lags_starts_over() -> None:
+    async def work() -> None:
+        link = ScriptedLink(page_count=50)
+        for page in range(10):
+            link.touch(page, ACTIVE, owner=1)
+        link.delta()
+        stage, context = CacheStage(link), ScriptedContext()
+        await stage.welcome()
+        task = await stage.watch(context, mode=pb.WATCH_MODE_EVENTS)
+        assert context.written[0].snapshot.cause == pb.SNAPSHOT_CAUSE_INITIAL
+        assert b"e" in link.topics
+        for page in range(10, 40):
+            before = link.number
+            link.touch(page, ACTIVE, owner=2)
+            stage.feed(link)
+            stage.mirrors.link_fed(cast(Any, link), b"e", link.event_feed(before))
+        await until(lambda: sum(len(m.events.types) for m in context.written) == 30)
+        at = context.written[0].revision.number
+        for message in context.written[1:]:
+            if message.WhichOneof("event") == "events":
+                assert (message.base_number, message.events.first_number) == (at, at + 1)
+                at += len(message.events.types)
+                assert message.revision.number == at
+        # A gap in the events: what the ring lost cannot be told, so the map is told anew.
+        before = link.number + 1
+        for page in (1, 2, 3):
+            link.touch(page, CACHED)
+        stage.feed(link)
+        count = len(context.written)
+        stage.mirrors.link_fed(cast(Any, link), b"e", link.event_feed(before))
+        await until(lambda: len(context.written) > count)
+        assert context.written[-1].snapshot.cause == pb.SNAPSHOT_CAUSE_LAGGED
+        assert stage.metrics.registry.get_sample_value("kvatlas_page_watch_lagged_total") == 1
+        task.cancel()
+
+    asyncio.run(work())
+
+
+def test_events_that_come_during_the_replay_are_not_lost_and_callers_may_leave() -> None:
+    async def work() -> None:
+        link = ScriptedLink(page_count=50)
+        link.touch(7, ACTIVE, owner=1)
+        stage = CacheStage(link)
+        await stage.welcome()
+        link.replay_gate = asyncio.Event()
+        request = pb.GetPageRequest(page_id=7, event_limit=10)
+        leaving, staying = (asyncio.ensure_future(stage.servicer.GetPage(request, None)) for _ in range(2))
+        await until(lambda: "replay" in link.commands)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        assert leaving.cancelled()
+        link.touch(7, CACHED, kind=5)
+        stage.mirrors.link_fed(cast(Any, link), b"e", link.event_feed(1))
+        link.events, told = link.events[:1], link.events  # the worker answered before the last event
+        link.replay_gate.set()
+        page = await staying
+        link.events = told
+        assert [(event.number, event.type) for event in page.events] == [(1, 1), (2, 5)]
+
+    asyncio.run(work())
+
+
+def test_a_new_life_begins_a_new_ring_of_events() -> None:
+    async def work() -> None:
+        link = ScriptedLink(page_count=50)
+        for _ in range(30):
+            link.touch(7, ACTIVE, owner=1)
+        stage = CacheStage(link)
+        await stage.welcome()
+        request = pb.GetPageRequest(page_id=7, event_limit=100)
+        assert len((await stage.servicer.GetPage(request, None)).events) == 30
+        stage.mirrors.link_lost(cast(Any, link), LostReason.CRASH)
+        link.restart()
+        link.touch(7, ACTIVE, owner=1)
+        stage.mirrors.link_welcomed(cast(Any, link))
+        await stage.servicer.GetPage(request, None)  # while the new map is not there yet
+        await stage.welcome()
+        page = await stage.servicer.GetPage(request, None)
+        assert [event.number for event in page.events] == [1]
+
+    asyncio.run(work())
+
+
+def test_sequences_that_the_worker_no_longer_has_do_not_stay() -> None:
+    """A worker that says twice that it is idle ended what the mirror still holds."""
+
+    async def work() -> None:
+        link = ScriptedLink(page_count=10)
+        link.sequence(1, [1])
+        stage = CacheStage(link)
+        await stage.welcome()
+        link.sequences.clear()
+        link.beat = SimpleNamespace(state=2, running_sequences=0, waiting_requests=0)
+        for _ in range(2):
+            stage.mirrors.link_beat(cast(Any, link))
+        await until(lambda: not len(stage.mirrors.kept[0].mirror.sequences))
+
+    asyncio.run(work())
+
+
+def test_a_refused_snapshot_is_asked_for_again_as_soon_as_the_workers_state_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that loads its model refuses; its first heartbeat as a serving one ends the pause."""
+    monkeypatch.setattr(mirrors, "MIN_RETRY_SECONDS", 3600.0)
+
+    async def work() -> None:
+        link = ScriptedLink(page_count=10)
+        link.fails_with = worker_pb2.CommandReply(code=14, message="the worker is loading its model")
+        stage = CacheStage(link)
+        stage.mirrors.link_welcomed(cast(Any, link))
+        await until(lambda: link.commands == ["snapshot"])
+        link.fails_with = None
+        link.beat = SimpleNamespace(state=3, running_sequences=0, waiting_requests=0)
+        stage.mirrors.link_beat(cast(Any, link))
+        await until(lambda: stage.mirrors.kept[0].mirror.standing is Standing.CURRENT)
+        assert link.commands == ["snapshot", "snapshot"]
+
+    asyncio.run(work())

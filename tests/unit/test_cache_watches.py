@@ -1,0 +1,340 @@
+"""Watches of the page map: snapshots, merged deltas, violations, bounds, and what is left when they end."""
+
+import asyncio
+from typing import Any, cast
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from kvatlas.client.page_map import PageMap
+from kvatlas.v1 import cache_pb2 as pb
+from kvatlas.worker.v1 import worker_pb2
+from service.request import LostReason
+from service.testing_cache import (
+    ACTIVE,
+    CACHED,
+    FREE,
+    PAGES,
+    CacheStage,
+    ScriptedContext,
+    ScriptedLink,
+    paths,
+    refused,
+    until,
+)
+
+
+def follow(messages: list[Any]) -> PageMap:
+    """What the client library makes of a watch."""
+    copy = PageMap()
+    for message in messages:
+        copy.apply(message)
+    return copy
+
+
+def assert_equal(copy: PageMap, link: ScriptedLink) -> None:
+    assert copy.revision.number == link.number
+    for name, plane in link.planes.items():
+        assert (copy[name] == plane).all(), name
+    held = {owner: each.page_ids.tolist() for owner, each in copy.sequences.items()}
+    assert held == {
+        owner: np.frombuffer(info.page_ids, "<u4").tolist() for owner, info in link.sequences.items()
+    }
+
+
+def test_a_watch_is_a_snapshot_in_parts_and_then_merged_deltas() -> None:
+    async def work() -> None:
+        link = ScriptedLink()
+        link.touch(5, ACTIVE, owner=1)
+        link.sequence(1, [5])
+        stage, context = CacheStage(link), ScriptedContext()
+        await stage.welcome()
+        task = await stage.watch(context)
+        assert context.has_metadata
+        await until(lambda: len(context.written) == 3)
+        parts = [message.snapshot for message in context.written]
+        assert [part.chunks_left for part in parts] == [2, 1, 0]
+        assert [part.page_count for part in parts] == [65_536, PAGES - 65_536, 0]
+        assert {part.cause for part in parts} == {pb.SNAPSHOT_CAUSE_INITIAL}
+        assert parts[0].geometry.page_count == PAGES
+        for page in (6, 69_999):
+            link.touch(page, ACTIVE, owner=1)
+        link.sequence(1, [5, 6, 69_999])
+        stage.feed(link)
+        await until(lambda: len(context.written) == 4)
+        delta = context.written[3]
+        assert (delta.base_number, delta.revision.number, delta.delta.merged_events) == (1, 3, 2)
+        assert np.frombuffer(delta.delta.page_ids, "<u4").tolist() == [6, 69_999]
+        assert_equal(follow(context.written), link)
+        task.cancel()
+
+    asyncio.run(work())
+
+
+def test_a_watcher_that_reads_slowly_gets_one_message_for_all_that_happened() -> None:
+    """Nothing is queued for it: the next message is made when the last one was taken."""
+
+    async def work() -> None:
+        link = ScriptedLink(page_count=1000)
+        stage, context = CacheStage(link), ScriptedContext()
+        await stage.welcome()
+        task = await stage.watch(context)
+        await until(lambda: len(context.written) == 1)
+        context.gate = asyncio.Event()
+        link.touch(1, ACTIVE)
+        stage.feed(link)
+        await until(lambda: len(context.written) == 2)
+        for round_ in range(200):
+            link.touch(round_ % 7, ACTIVE if round_ % 2 else CACHED, owner=round_)
+            stage.feed(link)
+        await asyncio.sleep(0)
+        assert len(context.written) == 2
+        gate, context.gate = context.gate, None
+        gate.set()
+        await until(lambda: len(context.written) == 3)
+        merged = context.written[2].delta
+        assert merged.merged_events == 200
+        assert np.frombuffer(merged.page_ids, "<u4").tolist() == list(range(7))
+        assert_equal(follow(context.written), link)
+        task.cancel()
+
+    asyncio.run(work())
+
+
+def test_a_slow_snapshot_shows_one_moment_and_the_delta_after_it_the_rest() -> None:
+    async def work() -> None:
+        link = ScriptedLink()
+        stage, context = CacheStage(link), ScriptedContext(gate=asyncio.Event())
+        await stage.welcome()
+        task = await stage.watch(context)
+        await until(lambda: len(context.written) == 1)
+        link.touch(3, ACTIVE)  # in the part that is out
+        link.touch(69_000, ACTIVE)  # in the part that is not
+        stage.feed(link)
+        gate, context.gate = context.gate, None
+        assert gate is not None
+        gate.set()
+        await until(lambda: len(context.written) == 3)
+        second = context.written[1].snapshot
+        assert np.frombuffer(second.pages.states, "u1")[69_000 - 65_536] == FREE
+        assert context.written[1].revision.number == 0
+        assert np.frombuffer(context.written[2].delta.page_ids, "<u4").tolist() == [3, 69_000]
+        assert_equal(follow(context.written), link)
+        task.cancel()
+
+    asyncio.run(work())
+
+
+def test_a_lost_delta_and_a_new_life_give_new_snapshots_with_their_cause() -> None:
+    async def work() -> None:
+        link = ScriptedLink(page_count=50)
+        stage, context = CacheStage(link), ScriptedContext()
+        await stage.welcome()
+        task = await stage.watch(context)
+        link.touch(1, ACTIVE)
+        link.delta()  # lost
+        link.touch(2, ACTIVE)
+        stage.feed(link)
+        await until(lambda: len(context.written) == 2)
+        assert context.written[1].snapshot.cause == pb.SNAPSHOT_CAUSE_RESYNCED
+        assert_equal(follow(context.written), link)
+        stage.mirrors.link_lost(cast(Any, link), LostReason.CRASH)
+        link.restart()
+        await stage.welcome()
+        await until(lambda: len(context.written) == 3)
+        assert context.written[2].snapshot.cause == pb.SNAPSHOT_CAUSE_EPOCH_CHANGED
+        assert context.written[2].revision.epoch == 2
+        assert_equal(follow(context.written), link)
+        assert dict(stage.mirrors.kept[0].resyncs) == {"initial": 1, "gap": 1, "epoch": 1}
+        task.cancel()
+
+    asyncio.run(work())
+
+
+def test_a_watch_goes_on_after_the_revision_it_has() -> None:
+    async def work() -> None:
+        link = ScriptedLink(page_count=50)
+        stage, first = CacheStage(link), ScriptedContext()
+        await stage.welcome()
+        task = await stage.watch(first)
+        link.touch(1, ACTIVE)
+        stage.feed(link)
+        await until(lambda: len(first.written) == 2)
+        task.cancel()
+        link.touch(2, ACTIVE)
+        link.touch(1, CACHED)
+        link.sequence(4, [2])
+        stage.feed(link)
+        second = ScriptedContext()
+        task = await stage.watch(second, resume_after=first.written[1].revision)
+        message = second.written[0]
+        assert (message.WhichOneof("event"), message.base_number) == ("delta", 1)
+        assert_equal(follow(first.written + second.written), link)
+        task.cancel()
+        third = ScriptedContext()
+        task = await stage.watch(third, resume_after=message.revision)
+        assert third.written[0].WhichOneof("event") in ("heartbeat", "delta")
+        assert_equal(follow(first.written + second.written + third.written), link)
+        task.cancel()
+        for at, cause in (
+            (pb.Revision(epoch=7, number=1), pb.SNAPSHOT_CAUSE_EPOCH_CHANGED),
+            (pb.Revision(epoch=1, number=99), pb.SNAPSHOT_CAUSE_LAGGED),
+        ):
+            context = ScriptedContext()
+            task = await stage.watch(context, resume_after=at)
+            assert context.written[0].snapshot.cause == cause
+            task.cancel()
+
+    asyncio.run(work())
+
+
+def test_heartbeats_come_while_the_feed_lives_and_stop_with_it() -> None:
+    """A watcher sees by the silence that nobody knows how the pool stands."""
+
+    async def work() -> None:
+        link = ScriptedLink(page_count=5)
+        stage, context = CacheStage(link), ScriptedContext()
+        await stage.welcome()
+        request = pb.WatchPageMapRequest()
+        request.heartbeat_interval.FromSeconds(1)
+        task = asyncio.ensure_future(stage.servicer.WatchPageMap(request, context))
+        await until(lambda: len(context.written) >= 2)
+        beat = context.written[1]
+        assert (beat.WhichOneof("event"), beat.base_number, beat.revision.number) == ("heartbeat", 0, 0)
+        link.is_up, count = False, len(context.written)
+        await asyncio.sleep(1.3)
+        assert len(context.written) == count
+        task.cancel()
+
+    asyncio.run(work())
+
+
+def test_planes_and_sequences_are_left_out_on_request() -> None:
+    async def work() -> None:
+        link = ScriptedLink(page_count=5)
+        link.sequence(1, [2])
+        stage, context = CacheStage(link), ScriptedContext()
+        await stage.welcome()
+        task = await stage.watch(context, planes=["states"], include_sequences=False)
+        link.touch(2, ACTIVE)
+        link.sequence(1, [2, 3])
+        stage.feed(link)
+        await until(lambda: len(context.written) == 2)
+        snapshot, delta = context.written[0].snapshot, context.written[1].delta
+        assert (snapshot.chunks_left, len(snapshot.pages.states), snapshot.pages.owners) == (0, 5, b"")
+        assert (delta.pages.states, delta.pages.flags, len(delta.sequences)) == (bytes([ACTIVE]), b"", 0)
+        task.cancel()
+
+    asyncio.run(work())
+
+
+def test_watches_are_bounded_and_end_with_the_drain() -> None:
+    async def work() -> None:
+        stage = CacheStage(ScriptedLink(page_count=5), max_watches=2)
+        await stage.welcome()
+        tasks = [await stage.watch(ScriptedContext()) for _ in range(2)]
+        failure = await refused(stage.servicer.WatchPageMap(pb.WatchPageMapRequest(), ScriptedContext()))
+        assert (failure.status, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "WATCH_LIMIT")
+        stage.board.set_draining(True)
+        done, _ = await asyncio.wait(tasks, timeout=60)
+        assert {getattr(task.exception(), "reason", None) for task in done} == {"DRAINING"}
+        assert stage.watches.active == 0
+        assert not stage.mirrors.kept[0].mirror.readers
+
+    asyncio.run(work())
+
+
+def test_a_cancelled_watch_leaves_nothing_behind() -> None:
+    """B111: whoever goes away, the mirror forgets him."""
+
+    async def work() -> None:
+        link = ScriptedLink()
+        stage, context = CacheStage(link), ScriptedContext(gate=asyncio.Event())
+        await stage.welcome()
+        task = await stage.watch(context)
+        task.cancel()
+        await asyncio.wait([task])
+        mirror = stage.mirrors.kept[0].mirror
+        assert (stage.watches.active, mirror.readers, mirror._frozen) == (0, [], [])
+
+    asyncio.run(work())
+
+
+def test_every_bad_field_of_a_watch_is_named() -> None:
+    async def work() -> None:
+        stage = CacheStage(ScriptedLink(page_count=5))
+        await stage.welcome()
+        request = pb.WatchPageMapRequest(planes=["x"], mode=cast(Any, 9))
+        request.min_interval.FromMilliseconds(49)
+        request.heartbeat_interval.FromSeconds(61)
+        failure = await refused(stage.servicer.WatchPageMap(request, ScriptedContext()))
+        assert paths(failure) == ["planes[0]", "mode", "min_interval", "heartbeat_interval"]
+        ids = await refused(
+            stage.servicer.WatchPageMap(pb.WatchPageMapRequest(include_token_ids=True), ScriptedContext())
+        )
+        assert ids.reason == "FEATURE_DISABLED"
+
+    asyncio.run(work())
+
+
+def violation(number: int) -> pb.IntegrityViolation:
+    return pb.IntegrityViolation(check=pb.INTEGRITY_CHECK_TRIE, subject=f"page {number}", page_id=number)
+
+
+@pytest.mark.parametrize("mode", [pb.WATCH_MODE_STATE, pb.WATCH_MODE_EVENTS])
+def test_watchers_are_told_each_violation_once_though_no_page_changes(mode: Any) -> None:
+    async def work() -> None:
+        stage, context = CacheStage(ScriptedLink(page_count=10)), ScriptedContext()
+        await stage.welcome()
+        stage.mirrors.kept[0].violations.add([violation(1)])  # before the watch began
+        rare = Duration(seconds=60)  # or what is told could have waited for the heartbeat
+        task = await stage.watch(context, mode=mode, heartbeat_interval=rare)
+
+        def said() -> list[int]:
+            return [each.page_id for message in context.written for each in message.violations]
+
+        for number in (2, 3):
+            feed = worker_pb2.PageFeed.FromString(stage.links[0].delta())
+            feed.violations.append(violation(number))
+            stage.mirrors.link_fed(cast(Any, stage.links[0]), b"d", feed.SerializeToString())
+            await until(lambda: len(said()) == number - 1, 30.0)  # noqa: B023
+        assert said() == [2, 3]
+        task.cancel()
+
+    asyncio.run(work())
+
+
+def test_of_many_violations_the_newest_are_kept() -> None:
+    async def work() -> None:
+        stage = CacheStage(ScriptedLink(page_count=10))
+        await stage.welcome()
+        log = stage.mirrors.kept[0].violations
+        log.add([violation(number) for number in range(250)])
+        assert [each.page_id for each in log.after(248)] == [248, 249]
+        assert [each.page_id for each in log.after(0)] == list(range(150, 250))
+        assert log.after(250) == []
+
+    asyncio.run(work())
+
+
+def test_open_watches_are_counted_by_mode_and_no_longer_when_they_end() -> None:
+    async def work() -> None:
+        stage, first, second = CacheStage(ScriptedLink(page_count=10)), ScriptedContext(), ScriptedContext()
+        await stage.welcome()
+
+        def watchers() -> list[float | None]:
+            names = ("state", "events")
+            value = stage.metrics.registry.get_sample_value
+            return [value("kvatlas_page_watchers", {"mode": mode}) for mode in names]
+
+        assert watchers() == [0, 0]
+        tasks = [await stage.watch(first), await stage.watch(second, mode=pb.WATCH_MODE_EVENTS)]
+        assert watchers() == [1, 1]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert watchers() == [0, 0]
+
+    asyncio.run(work())
