@@ -1,10 +1,12 @@
 """How this process keeps memory. What is said of heaps holds where the C library is glibc.
 
-Views run in threads of their own, and glibc gives each a heap: what one frees the others cannot use. It also
-learns to keep ever larger blocks, and gives back what is free at a heap's end alone. Arrow, which carries
-tables for Streamlit, brings an allocator of its own: one more heap, of huge pages. And a closed tab's session
-is a cycle; Python's collector comes for it when there is a quarter more than last time. All that makes a
-process which holds the same all day grow for hours: by the most that it ever needed at once.
+Views run in threads of their own, and glibc gives each a heap: what one frees the others cannot use, and it
+wanders from one to the other. There is one for all; what threads hold of it most of the time, the
+interpreter's lock, is one for all anyway. glibc also learns to keep ever larger blocks, and gives back what
+is free at a heap's end alone. Arrow, which carries tables for Streamlit, brings an allocator of its own: one
+more heap, of huge pages. And a closed tab's session is a cycle; Python's collector comes for it when there is
+a quarter more than last time. All that makes a process which holds the same all day grow for hours: by the
+most that it ever needed at once. What lives for minutes is not in the heap at all: blocks.py.
 """
 
 import asyncio
@@ -12,7 +14,7 @@ import ctypes
 import gc
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of malloc.h
-ARENAS = 2
+ARENAS = 1
 LARGE_BYTES = 256 * 1024  # go back to the system as soon as they are free; planes of large pools are
 TRIM_BYTES = 1024 * 1024
 TIDY_SECONDS = 60.0

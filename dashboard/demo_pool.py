@@ -9,7 +9,7 @@ has them; knows no protobuf.
 import heapq
 import random
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ NO_PAGE = 0xFFFFFFFF
 START_MS = 1_767_261_600_000  # 2026-01-01 10:00:00 UTC
 TICK_MS = 100
 EVENTS_PER_PAGE = 20
+GHOSTS_PER_PAGE = 4  # keys that are remembered when their page was evicted
 PREFILL_PAGES_PER_TICK = 6
 MAX_OWNERS = 4000
 GOLDEN = 0x9E3779B97F4A7C15
@@ -144,7 +145,7 @@ class DemoPool:
         self.children: dict[int, int] = {}  # page → sealed children
         self.cached: set[int] = set()
         self._idle_leaves: list[tuple[int, int]] = []  # heap of (last use, page); some are out of date
-        self.ghosts: dict[int, None] = {}
+        self.ghosts: OrderedDict[int, None] = OrderedDict()  # keys that were evicted, the newest last
         self.running: list[DemoSequence] = []
         self.waiting: deque[DemoSequence] = deque()
         self.ended: list[int] = []  # owners, since the last `take_changes`
@@ -320,6 +321,8 @@ class DemoPool:
         key, parent = int(self.cells["fingerprints"][page]), int(self.cells["parent_page_ids"][page])
         del self.index[key]
         self.ghosts[key] = None
+        if len(self.ghosts) > GHOSTS_PER_PAGE * self.page_count:
+            self.ghosts.popitem(last=False)
         if parent != NO_PAGE:
             self.children[parent] -= 1
             self._note_leaf(parent)

@@ -1,9 +1,9 @@
 """The last minutes of a page map: key frames and deltas, compressed, so that a viewer can go back in time.
 
 Owns memory and its bound; knows no clock: every entry carries the worker's. A key frame begins each epoch,
-and one comes each minute, so that a look back applies 600 deltas at most. A key frame and its deltas lie in
-one buffer, which comes and goes as a whole: thousands of small blocks that end in another order than their
-neighbours on the heap would keep it from ever shrinking.
+and one comes each minute, so that a look back applies 600 deltas at most. A key frame and its deltas come
+and go as a whole, beside the heap: what lives for minutes among what lives for moments would keep it from
+ever shrinking.
 """
 
 import zlib
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dashboard.blocks import Blocks, Place
 from dashboard.frames import Columns
 
 KEY_FRAME_MS = 60_000.0
@@ -37,15 +38,14 @@ class _Entry:
     clock_ms: float
     uptime_ms: int
     count: int  # pages
-    begin: int  # in the segment's buffer
-    end: int
+    place: Place  # in the segment's blocks
 
 
 @dataclass(slots=True)
 class _Segment:
     """A key frame and the deltas that follow it, in time order."""
 
-    packed: bytearray = field(default_factory=bytearray)
+    blocks: Blocks = field(default_factory=Blocks)
     entries: list[_Entry] = field(default_factory=list)
 
     @property
@@ -53,12 +53,10 @@ class _Segment:
         return self.entries[0].clock_ms
 
     def add(self, clock_ms: float, uptime_ms: int, count: int, packed: bytes) -> None:
-        begin = len(self.packed)
-        self.packed += packed
-        self.entries.append(_Entry(clock_ms, uptime_ms, count, begin, begin + len(packed)))
+        self.entries.append(_Entry(clock_ms, uptime_ms, count, self.blocks.add(packed)))
 
     def raw(self, entry: _Entry) -> bytes:
-        return zlib.decompress(self.packed[entry.begin : entry.end])
+        return zlib.decompress(self.blocks.read(entry.place))
 
 
 class History:
@@ -75,7 +73,7 @@ class History:
     @property
     def num_bytes(self) -> int:
         """Held now."""
-        return sum(len(segment.packed) for segment in self._segments)
+        return sum(segment.blocks.num_bytes for segment in self._segments)
 
     @property
     def num_segments(self) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import gc
+import mmap
 import os
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import pytest
 from benchmarks.growth import growth
 from dashboard import allocator, demo_messages
 from dashboard import history as history_module
-from dashboard.demo_pool import DemoPool
+from dashboard.blocks import BLOCK_BYTES, Blocks
+from dashboard.demo_pool import GHOSTS_PER_PAGE, DemoPool
 from dashboard.frames import Columns
 from dashboard.ghosts import Ghosts
 from dashboard.history import KEY_FRAME_MS, History
@@ -56,6 +58,115 @@ def test_the_past_comes_and_goes_a_minute_at_a_time() -> None:
         assert past.used_ms.tolist() == [second - second % 60, second], (
             "the key frame's page, and the delta's"
         )
+
+
+class MallInfo(ctypes.Structure):
+    """`mallinfo2` of glibc."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd",
+            "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    )  # fmt: skip
+
+
+def heap_bytes() -> int:
+    """Of the C library in use, mapped blocks included."""
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if ask is None:
+        pytest.skip("needs glibc 2.33")
+    ask.restype = MallInfo
+    found = ask()
+    return int(found.uordblks + found.hblkhd)
+
+
+def test_the_past_is_no_part_of_the_heap() -> None:
+    """A large block that lay in it for ten minutes would keep what came to lie behind it where it is."""
+    random, pages = np.random.default_rng(1), 100_000
+    used = random.integers(0, 2**32, pages, np.uint32)  # cannot be compressed
+    history = History(seconds=600)
+    gc.collect()
+    before = heap_bytes()
+    for minute in range(8):
+        history.add_key(minute * KEY_FRAME_MS, 0, columns(pages), used)
+        for second in range(1, 20):
+            ids = np.arange(second, dtype=np.uint32)
+            history.add_delta(minute * KEY_FRAME_MS + second * 1000.0, 0, ids, columns(second), used[:second])
+    gc.collect()
+    assert history.num_bytes > 8 * used.nbytes
+    assert heap_bytes() - before < used.nbytes
+    past = history.at(8 * KEY_FRAME_MS)
+    assert past is not None
+    assert (past.used_ms == used).all()
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1])
+def test_what_is_written_is_read_whatever_its_size(size: int) -> None:
+    blocks, written = Blocks(), []
+    for number, length in enumerate((3, size, 5, size, BLOCK_BYTES // 2, size, 0, 1)):
+        data = bytes([number + 1]) * length
+        written.append((blocks.add(data), data))
+    assert all(blocks.read(place) == data for place, data in written)
+    assert blocks.num_bytes == sum(len(data) for _, data in written)
+
+
+def test_a_past_that_is_over_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    maps: list[weakref.ref[mmap.mmap]] = []
+
+    class Mapped(mmap.mmap):
+        pass
+
+    def make(*parts: int, **named: int) -> mmap.mmap:
+        made = Mapped(*parts, **named)
+        maps.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr("dashboard.blocks.mmap.mmap", make)
+    history, minutes = History(seconds=180), 40
+    for minute in range(minutes):
+        history.add_key(minute * KEY_FRAME_MS, 0, columns(2), np.zeros(2, np.uint32))
+    assert len(maps) == minutes
+    assert sum(each() is not None for each in maps) == history.num_segments == 5
+
+
+def test_all_threads_share_one_heap() -> None:
+    script = """
+import ctypes, sys, tempfile, threading
+from dashboard import allocator, process
+allocator.settle()
+import dashboard.web
+from concurrent.futures import ThreadPoolExecutor
+library = ctypes.CDLL(None)
+if not hasattr(library, "malloc_info"):
+    sys.exit("<heap nr> of no glibc")
+met = threading.Barrier(8)
+def hold(number):
+    met.wait()
+    return [bytes(1000 * n) for n in range(200)]
+with ThreadPoolExecutor(8) as pool:
+    held = list(pool.map(hold, range(8)))
+library.fdopen.restype = ctypes.c_void_p
+with tempfile.TemporaryFile() as file:
+    stream = ctypes.c_void_p(library.fdopen(file.fileno(), b"w"))
+    library.malloc_info(0, stream)
+    library.fflush(stream)
+    file.seek(0)
+    print(file.read().decode().count("<heap nr"))
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-c", script]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    if "no glibc" in told.stderr:
+        pytest.skip("needs glibc")
+    assert told.stdout.strip() == "1", told.stderr
+
+
+def test_a_simulated_pool_forgets_what_was_evicted_long_ago() -> None:
+    pool = DemoPool(64, seed=1).run(300)
+    assert pool.totals["evictions_total"] > 2 * GHOSTS_PER_PAGE * 64
+    assert 64 < len(pool.ghosts) <= GHOSTS_PER_PAGE * 64
 
 
 def test_the_start_can_be_asked_for_while_a_key_frame_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
