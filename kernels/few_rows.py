@@ -5,6 +5,11 @@ Bytes: num_outputs * width * itemsize of the weight, once. The weight is the lef
 on the right. Where outputs alone make too few programs the width is split over several; the last to arrive
 adds their sums up in a fixed order, so a result never depends on who was first.
 
+Its first weights are on their way before the input is there. Up to 16 rows the loop itself asks for them,
+some turns ahead, and waits for the kernel before it in its first turn; so the input comes one turn ahead,
+through registers. That costs too much where the input is as many bytes as the weight: there a part of the
+weight is brought into the L2 cache before the wait.
+
 RMSNorm needs no kernel of its own: who adds to the residual leaves it times the norm's gain, and the sum of
 its squares by tile; the next product is one of that, times one factor a row. The factor is applied to sums in
 fp32, so an input is rounded once, as it is by a norm kernel.
@@ -23,7 +28,9 @@ from kernels.dependent_launch import dependent_launch, prefetch
 
 MAX_ROWS = 128
 MAX_TILES = 4096  # that can be split
-PIPELINE_BYTES = 208 << 10  # of shared memory for what a program loads ahead
+PIPELINE_BYTES = 212 << 10  # of shared memory for what the programs of a multiprocessor load ahead
+MULTIPROCESSORS = 132
+FEW_PROGRAMS = 96  # that split a small product enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,8 @@ class FewRowsLaunch:
     splits: int = 1  # programs that share the width of one tile
     warps: int = 4
     stages: int = 4
-    prefetches: bool = True  # the weight into the L2 cache before the input is there
+    is_early: bool = True  # the wait stands in the loop, behind the loads of the first turns' weights
+    ahead: int = 0  # else: turns of the weight into the L2 cache before the wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +106,42 @@ def add_product(
 def choose_launch(num_rows: int, num_outputs: int, width: int, gated: bool) -> FewRowsLaunch:
     """The fastest launch shape of those tried for products of this kind (docs/kernels.md)."""
     outputs = 32 if gated and num_outputs <= 8192 else 64
+    if num_rows <= 16:
+        return _sixteen_rows(outputs, num_outputs, width, gated)
+    if outputs == 64 and gated:
+        return FewRowsLaunch(outputs=outputs, block=128, stages=3)
     tiles, splits = triton.cdiv(num_outputs, outputs), 1
-    block = 64 if num_rows > 16 and num_outputs > 8192 else 128
-    programs = 256 if num_rows <= 16 else 64  # more rows: more to add up
-    while (
-        not gated and tiles <= 64 and splits < 8 and 2 * tiles * splits <= programs and width // splits >= 512
-    ):
+    block = 64 if num_outputs > 8192 else 128
+    # No more than 64 programs: their sums are bytes, too.
+    while not gated and 2 * tiles * splits <= 64 and splits < 8 and width // splits >= 512:
         splits *= 2
-    padded = max(16, int(triton.next_power_of_2(num_rows)))
+    padded = int(triton.next_power_of_2(num_rows))
     turn_bytes = 2 * block * (padded + (2 * outputs if gated else outputs))
+    is_small = num_outputs * width <= 5_000_000 and not gated
     return FewRowsLaunch(
         outputs=outputs,
         block=block,
         splits=splits,
         stages=min(5, PIPELINE_BYTES // turn_bytes),
-        prefetches=num_outputs * width <= 5_000_000 and not gated,
+        is_early=False,
+        ahead=triton.cdiv(triton.cdiv(width, block), splits) if is_small else 0,
     )
+
+
+def _sixteen_rows(outputs: int, num_outputs: int, width: int, gated: bool) -> FewRowsLaunch:
+    """Turns of 32 KB of the weight; one program a multiprocessor where that is all there are, or else two."""
+    tiles, block = triton.cdiv(num_outputs, outputs), 256
+    if (gated and outputs == 64) or tiles * triton.cdiv(width, block) < 2 * FEW_PROGRAMS:
+        block = 128
+    splits = 1
+    if not gated:
+        turns = triton.cdiv(width, block)
+        wanted = max(turns // 4, min(turns // 2, FEW_PROGRAMS // tiles))
+        splits = max(1, min(wanted, 2 * MULTIPROCESSORS // tiles))
+    room = PIPELINE_BYTES if tiles * splits <= MULTIPROCESSORS else PIPELINE_BYTES // 2
+    turn_bytes = 2 * block * (2 * outputs if gated else outputs)
+    stages = min(8, (room - 2 * block * 16) // turn_bytes)
+    return FewRowsLaunch(outputs=outputs, block=block, splits=splits, stages=stages)
 
 
 @cache
@@ -141,14 +169,16 @@ def _launch(
     assert weight.is_contiguous(), "weight must be contiguous"
     assert x.is_contiguous(), "x must be contiguous"
     tiles, padded = triton.cdiv(num_outputs, launch.outputs), max(16, triton.next_power_of_2(num_rows))
+    turns = triton.cdiv(width, launch.block)
+    splits = triton.cdiv(turns, triton.cdiv(turns, launch.splits))  # each has a turn, in which it waits
     partial, arrived = x, x
-    if launch.splits > 1:
+    if splits > 1:
         assert tiles <= MAX_TILES, f"{tiles} tiles to split"
-        room = tiles * launch.splits * launch.outputs * padded * (2 if gated else 1)
+        room = tiles * splits * launch.outputs * padded * (2 if gated else 1)
         partial = torch.empty(room, dtype=torch.float32, device=x.device)
         arrived = _arrivals(x.device)
     residual, gain, squares_out = add or (x, x, x)
-    _few_rows_kernel[(tiles, launch.splits)](
+    _few_rows_kernel[(tiles, splits)](
         x,
         weight,
         out,
@@ -167,14 +197,15 @@ def _launch(
         ROWS=padded,
         OUTPUTS=launch.outputs,
         BLOCK=launch.block,
-        SPLITS=launch.splits,
-        WARPS=launch.warps,
+        SPLITS=splits,
         SQUARES=triton.next_power_of_2(squares.shape[0]) if squares is not None else 0,
         SQUARES_STRIDE=MAX_ROWS,
         HAS_RESIDUAL=add is not None,
         HAS_BIAS=bias is not None,
         GATED=gated,
-        PREFETCHES=launch.prefetches and width * weight.element_size() % 16 == 0,
+        EARLY=launch.is_early,
+        AHEAD=launch.ahead * launch.block if width * weight.element_size() % 16 == 0 else 0,
+        THREADS=32 * launch.warps,
         **dependent_launch(x.device),
         num_warps=launch.warps,
         num_stages=launch.stages,
@@ -189,18 +220,23 @@ def _weight_tile(weight, outputs, output_ok, k, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _row_factors(squares, rows, num_squares, eps, WIDTH, SQUARES: tl.constexpr, STRIDE: tl.constexpr):
-    """1 / rms of each row."""
+def _input_tile(x, rows, row_ok, k, WIDTH: tl.constexpr):
+    """Columns k of the input: [rows, k]."""
+    at = x + rows[:, None] * WIDTH + k[None, :]
+    return tl.load(at, mask=row_ok[:, None] & (k < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def _tile_sums(squares, rows, row_ok, num_squares, SQUARES: tl.constexpr, STRIDE: tl.constexpr):
+    """Sums of squares of each row: [parts, rows]."""
     part = tl.arange(0, SQUARES)
     at = squares + part[:, None] * STRIDE + rows[None, :]
-    total = tl.sum(tl.load(at, mask=(part < num_squares)[:, None], other=0.0), 0)
-    return 1.0 / tl.sqrt(total / WIDTH + eps)
+    return tl.load(at, mask=(part < num_squares)[:, None] & row_ok[None, :], other=0.0)
 
 
 @triton.jit
 def _finish(
     acc,
-    factors,
     kept,
     out,
     residual,
@@ -208,24 +244,19 @@ def _finish(
     bias,
     squares_out,
     tile,
+    own,
+    own_ok,
     outputs,
     output_ok,
     rows,
-    row_ok,
-    num_outputs,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    SQUARES: tl.constexpr,
     SQUARES_STRIDE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
 ):
     """What follows the sums: [outputs, rows], or gates and then as many ups, [2 * outputs, rows]."""
-    at = rows[None, :] * num_outputs + outputs[:, None]
-    mask = output_ok[:, None] & row_ok[None, :]
-    if SQUARES:
-        acc *= factors[None, :]
     if GATED:
         halves = tl.permute(tl.reshape(acc, [2, OUTPUTS, ROWS]), (1, 2, 0))
         gate, up = tl.split(halves)
@@ -234,11 +265,11 @@ def _finish(
         acc += tl.load(bias + outputs, mask=output_ok, other=0.0).to(tl.float32)[:, None]
     if HAS_RESIDUAL:
         total = (acc + kept.to(tl.float32)).to(out.dtype.element_ty)
-        tl.store(residual + at, total, mask=mask)
-        wide = tl.where(mask, total.to(tl.float32), 0.0)
+        tl.store(residual + own, total, mask=own_ok)
+        wide = tl.where(own_ok, total.to(tl.float32), 0.0)
         tl.store(squares_out + tile * SQUARES_STRIDE + rows, tl.sum(wide * wide, 0))
         acc = wide * tl.load(gain + outputs, mask=output_ok, other=0.0).to(tl.float32)[:, None]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + own, acc.to(out.dtype.element_ty), mask=own_ok)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_squares"])
@@ -262,13 +293,14 @@ def _few_rows_kernel(
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
-    WARPS: tl.constexpr,
     SQUARES: tl.constexpr,
     SQUARES_STRIDE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
-    PREFETCHES: tl.constexpr,
+    EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
+    THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -278,12 +310,13 @@ def _few_rows_kernel(
     first = tile * OUTPUTS
     if PDL:
         gdc_launch_dependents()
-        if PREFETCHES:
-            prefetch(weight, first, num_outputs, begin, WIDTH, share, OUTPUTS, 32 * WARPS)
-            if GATED:
-                ups = 2 * num_outputs
-                prefetch(weight, first + num_outputs, ups, begin, WIDTH, share, OUTPUTS, 32 * WARPS)
-        gdc_wait()
+        if not EARLY:
+            if AHEAD:
+                prefetch(weight, first, num_outputs, begin, WIDTH, AHEAD, OUTPUTS, THREADS)
+                if GATED:
+                    ups = 2 * num_outputs
+                    prefetch(weight, first + num_outputs, ups, begin, WIDTH, AHEAD, OUTPUTS, THREADS)
+            gdc_wait()
     outputs = first + tl.arange(0, OUTPUTS)
     output_ok = outputs < num_outputs
     # The tile's rows of the weight: those of the outputs, or their gates and behind them their ups.
@@ -294,20 +327,37 @@ def _few_rows_kernel(
     of_weight += (taken // OUTPUTS) * num_outputs
     rows = tl.arange(0, ROWS)
     row_ok = rows < num_rows
-    factors = rows
-    if SQUARES:
-        factors = _row_factors(squares, rows, num_squares, eps, WIDTH, SQUARES, SQUARES_STRIDE)
-    kept = rows
-    if HAS_RESIDUAL:
-        at = rows[None, :] * num_outputs + outputs[:, None]
-        kept = tl.load(residual + at, mask=output_ok[:, None] & row_ok[None, :], other=0.0)
+    own = rows[None, :] * num_outputs + outputs[:, None]
+    own_ok = output_ok[:, None] & row_ok[None, :]
+    # What the end needs is asked for before the loop, or in its first turn.
+    sums = tl.zeros([SQUARES if SQUARES else 1, ROWS], tl.float32)
+    kept = tl.zeros([OUTPUTS if HAS_RESIDUAL else 1, ROWS], residual.dtype.element_ty)
+    if not EARLY:
+        if SQUARES:
+            sums = _tile_sums(squares, rows, row_ok, num_squares, SQUARES, SQUARES_STRIDE)
+        if HAS_RESIDUAL:
+            kept = tl.load(residual + own, mask=own_ok, other=0.0)
     acc = tl.zeros([TILE, ROWS], tl.float32)
+    value = tl.zeros([ROWS, BLOCK], x.dtype.element_ty)
     for start in range(begin, tl.minimum(begin + share, WIDTH), BLOCK):
         k = start + tl.arange(0, BLOCK)
         w = _weight_tile(weight, of_weight, of_weight_ok, k, WIDTH)
-        mask = row_ok[:, None] & (k < WIDTH)[None, :]
-        value = tl.load(x + rows[:, None] * WIDTH + k[None, :], mask=mask, other=0.0)
+        following = value
+        if EARLY:
+            if start == begin:
+                # By now the weights of the first turns are asked for: no kernel writes weights.
+                if PDL:
+                    gdc_wait()
+                value = _input_tile(x, rows, row_ok, k, WIDTH)
+                if SQUARES:
+                    sums = _tile_sums(squares, rows, row_ok, num_squares, SQUARES, SQUARES_STRIDE)
+                if HAS_RESIDUAL:
+                    kept = tl.load(residual + own, mask=own_ok, other=0.0)
+            following = _input_tile(x, rows, row_ok, k + BLOCK, WIDTH)
+        else:
+            value = _input_tile(x, rows, row_ok, k, WIDTH)
         acc = tl.dot(w, tl.trans(value), acc, input_precision="ieee")
+        value = following
     is_last = True
     if SPLITS > 1:
         size: tl.constexpr = TILE * ROWS
@@ -323,7 +373,9 @@ def _few_rows_kernel(
             for part in tl.static_range(SPLITS):
                 acc += tl.load(partial + (tile * SPLITS + part) * size + here, cache_modifier=".cg")
     if is_last:
+        if SQUARES:
+            acc *= (1.0 / tl.sqrt(tl.sum(sums, 0) / WIDTH + eps))[None, :]
         _finish(
-            acc, factors, kept, out, residual, gain, bias, squares_out, tile, outputs, output_ok, rows,
-            row_ok, num_outputs, ROWS, OUTPUTS, SQUARES, SQUARES_STRIDE, HAS_RESIDUAL, HAS_BIAS, GATED,
+            acc, kept, out, residual, gain, bias, squares_out, tile, own, own_ok, outputs, output_ok, rows,
+            ROWS, OUTPUTS, SQUARES_STRIDE, HAS_RESIDUAL, HAS_BIAS, GATED,
         )  # fmt: skip

@@ -235,18 +235,19 @@ def _one_row(layer: Product) -> Iterator[MatvecLaunch]:
 
 
 def _few_rows(layer: Product, num_rows: int) -> Iterator[FewRowsLaunch]:
-    halves = 2 if layer.is_gated else 1
-    is_large = layer.outputs * layer.width > 64e6
-    shapes = itertools.product((64, 128), (64, 128), (1, 2, 4, 8), (4, 8), (3, 5), (False, True))
-    for outputs, block, splits, warps, stages, prefetches in shapes:
-        turn = 2 * block * (max(16, num_rows) + halves * outputs)
-        programs = layer.outputs // halves // outputs * splits
-        is_sane = warps * 16 == outputs and programs >= 48 and (splits == 1 or programs <= 270)
-        is_sane = is_sane and (prefetches or num_rows <= 16 or is_large) and (num_rows <= 64 or not is_large)
-        is_deep = stages == 5 or turn * 5 > SHARED_BYTES
-        is_sane = is_sane and outputs * max(16, num_rows) * halves // (32 * warps) <= 160
-        if is_sane and is_deep and turn * stages <= SHARED_BYTES and not (prefetches and is_large):
-            yield FewRowsLaunch(outputs, block, splits, warps, stages, prefetches)
+    """Pipelines as deep as one, two or three programs a multiprocessor leave room for."""
+    halves, padded = 2 if layer.is_gated else 1, max(16, num_rows)
+    shapes = itertools.product((32, 64, 128), (64, 128, 256), (1, 2, 3, 4, 6, 8), (4, 8), (1, 2, 3))
+    for outputs, block, splits, warps, resident in shapes:
+        tile, tiles = outputs * halves, layer.outputs // halves // outputs
+        programs, sums = tiles * splits, tile * padded // (32 * warps)
+        is_sane = tile in (64, 128, 256) and warps <= tile // 16 and sums <= 64
+        is_sane = is_sane and programs >= 48 and (splits == 1 or programs <= resident * 132)
+        for is_early in (True, False) if num_rows > 16 else (True,):
+            turn = 2 * block * (tile if is_early else tile + padded)
+            stages = min(8, (SHARED_BYTES // resident - 2 * block * padded) // turn)
+            if is_sane and stages >= 3:
+                yield FewRowsLaunch(outputs, block, splits, warps, stages, is_early, 0 if is_early else 4)
 
 
 def _compile(task: tuple[Product, int, Launch]) -> None:

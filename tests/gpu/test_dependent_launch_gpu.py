@@ -60,16 +60,19 @@ def test_answers_and_the_pool_are_the_same_bit_for_bit(
     assert torch.equal(pool, pool_without)
 
 
+@pytest.mark.parametrize(("hidden", "inner"), [(512, 768), (4096, 14_336)])
 @pytest.mark.parametrize("num_rows", [1, 8, 64])
-def test_a_chain_of_kernels_sees_what_the_one_before_it_wrote(num_rows: int) -> None:
+def test_a_chain_of_kernels_sees_what_the_one_before_it_wrote(num_rows: int, hidden: int, inner: int) -> None:
     """Each kernel needs the last one's result and may begin before that is there: 40 layers, 20 times."""
     generator = torch.Generator(DEVICE).manual_seed(num_rows)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=DEVICE).to(torch.bfloat16)
 
-    weights = [(normal(1536, 512) / 23, normal(512, 768) / 28) for _ in range(40)]
-    gain, start = normal(512), normal(num_rows, 512)
+    weights = [
+        (normal(2 * inner, hidden) / hidden**0.5, normal(hidden, inner) / inner**0.5) for _ in range(40)
+    ]
+    gain, start = normal(hidden), normal(num_rows, hidden)
 
     def chain() -> torch.Tensor:
         residual = start.clone()

@@ -77,18 +77,37 @@ def test_a_product_of_one_row_is_no_worse_than_plain_torch(num_outputs, width, d
     assert_no_worse(gated, plain=reference.silu_mul(plain), exact=silu64(exact))
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    "launch",
+    [
+        None,
+        FewRowsLaunch(splits=1),
+        FewRowsLaunch(splits=4),
+        FewRowsLaunch(splits=4, is_early=False, ahead=1),
+    ],
+    ids=["chosen", "whole", "split", "waits first"],
+)
 @pytest.mark.parametrize(
     ("num_rows", "num_outputs", "width"),
-    [(2, 4096, 1024), (5, 70, 896), (8, 1024, 3072), (16, 1536, 576), (33, 1024, 2048), (64, 4096, 1024)],
+    [
+        *(
+            (2, 4096, 1024),
+            (5, 70, 896),
+            (8, 1024, 3072),
+            (16, 1536, 576),
+            (33, 1024, 2048),
+            (64, 4096, 1024),
+        ),
+        *((8, 6144, 4096), (8, 4096, 14_336), (16, 28_672, 4096), (64, 28_672, 4096)),
+    ],
 )
-def test_products_of_few_rows_are_no_worse_than_plain_torch(num_rows, num_outputs, width, splits):
+def test_products_of_few_rows_are_no_worse_than_plain_torch(num_rows, num_outputs, width, launch):
     """Alone, with bias or the activation; then added to a residual whose norm the next product takes."""
     bf16 = torch.bfloat16
     x, weight = noise(num_rows, width, dtype=bf16), noise(num_outputs, width, dtype=bf16, seed=1)
     weight = weight * width**-0.5
     bias, gain = noise(num_outputs, dtype=bf16, seed=3), noise(num_outputs, dtype=bf16, seed=2)
-    linear, launch = torch.nn.functional.linear, FewRowsLaunch(splits=splits)
+    linear = torch.nn.functional.linear
     exact, plain = x.double() @ weight.double().T, linear(x, weight)
     ours = product(x, weight, bias=bias, launch=launch)
     assert_no_worse(ours, plain=linear(x, weight, bias), exact=exact + bias.double())

@@ -13,10 +13,13 @@ from kernels import reference
 from kernels.few_rows import MAX_ROWS, FewRowsLaunch, Scaled, add_product, product
 
 SPLIT = FewRowsLaunch(block=32, splits=3)
+WAITS_FIRST = FewRowsLaunch(block=32, splits=2, is_early=False, ahead=1)
 CLOSE = {"rtol": 1e-4, "atol": 1e-3}
 
 
-@pytest.mark.parametrize("launch", [FewRowsLaunch(block=64), SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    "launch", [FewRowsLaunch(block=64), SPLIT, WAITS_FIRST], ids=["whole", "split", "waits first"]
+)
 @pytest.mark.parametrize(("num_rows", "num_outputs", "width"), [(2, 100, 144), (21, 64, 96)])
 def test_a_product_equals_the_plain_one(num_rows, num_outputs, width, launch):
     x, weight, bias = torch.randn(num_rows, width), torch.randn(num_outputs, width), torch.randn(num_outputs)
@@ -26,7 +29,9 @@ def test_a_product_equals_the_plain_one(num_rows, num_outputs, width, launch):
     torch.testing.assert_close(gated, reference.silu_mul(x @ weight.T), **CLOSE)
 
 
-@pytest.mark.parametrize("launch", [FewRowsLaunch(block=64), SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    "launch", [FewRowsLaunch(block=64), SPLIT, WAITS_FIRST], ids=["whole", "split", "waits first"]
+)
 def test_an_added_product_and_the_next_one_share_the_norm(launch):
     """The residual is that of the plain network; so are products of its norm, plain and gated."""
     num_rows, inner, hidden = 5, 96, 160
@@ -50,6 +55,14 @@ def test_a_split_tile_leaves_its_counter_at_zero():
     assert torch.equal(product(x, weight, launch=SPLIT), first)
 
 
+def test_a_product_of_fewer_turns_than_splits_has_a_turn_for_every_program():
+    """A program waits for the kernel before it in its first turn: none may have nothing to do."""
+    x, weight, residual = torch.randn(3, 64), torch.randn(70, 64), torch.randn(3, 70)
+    expected = residual + x @ weight.T
+    add_product(x, weight, residual, torch.randn(70), launch=FewRowsLaunch(block=32, splits=7))
+    torch.testing.assert_close(residual, expected, **CLOSE)
+
+
 def test_rows_past_the_batch_are_not_written():
     """Padding rows of a tile belong to nobody: a larger buffer's rows behind the batch stay as they are."""
     x, weight, gain = torch.randn(3, 64), torch.randn(64, 64), torch.randn(64)
@@ -59,7 +72,9 @@ def test_rows_past_the_batch_are_not_written():
     assert (residual[3:] == 7.0).all()
 
 
-@pytest.mark.parametrize("launch", [FewRowsLaunch(block=32), SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    "launch", [FewRowsLaunch(block=32), SPLIT, WAITS_FIRST], ids=["whole", "split", "waits first"]
+)
 def test_what_lies_beyond_a_row_or_a_tile_counts_for_nothing(launch):
     """NaN lies behind the rows and the outputs, in the same memory; the last tile and block are partial."""
 
@@ -74,7 +89,9 @@ def test_what_lies_beyond_a_row_or_a_tile_counts_for_nothing(launch):
     torch.testing.assert_close(gated, reference.silu_mul(x @ weight.T / 10), **CLOSE)
 
 
-@pytest.mark.parametrize("launch", [FewRowsLaunch(block=32), SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    "launch", [FewRowsLaunch(block=32), SPLIT, WAITS_FIRST], ids=["whole", "split", "waits first"]
+)
 def test_a_row_that_is_not_a_number_stays_alone(launch):
     """Through its product, its residual, its norm and the gated product: no other row has NaN."""
     x, weight, residual = torch.randn(4, 64), torch.randn(96, 64), torch.randn(4, 96)

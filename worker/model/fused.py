@@ -51,12 +51,12 @@ class OwnRows:
         layer = model.layers[0]
         parts = (layer.qkv, layer.output, layer.gate_up, layer.down)
         is_large = sum(_linear(part).weight.nbytes for part in parts) > LARGE_LAYER_BYTES
-        return cls(16, 64, 0) if is_large else cls(64, 64, 64)
+        return cls(16, 64, 16) if is_large else cls(64, 64, 64)
 
 
 LARGE_LAYER_BYTES = 128 << 20
 """Measured at 31 MB (Qwen3-0.6B) and 436 MB (Llama-3.1-8B). In large layers the library streams weights as
-fast from 17 rows on, and kernels that begin early take bandwidth from the one before them."""
+fast from 17 rows on."""
 
 
 class FusedModel:
