@@ -39,6 +39,8 @@ from kvatlas.v1 import generation_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_SECONDS = 10.0
+FAILING = "connections to all backends failing; last error:"
+TLS = "UNKNOWN: ipv4:127.0.0.1:1: Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL:"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -345,6 +347,37 @@ def test_no_server_is_told_with_its_address() -> None:
     address = "127.0.0.1:1"
     with Client(address, timeout_seconds=20.0) as client, pytest.raises(Unavailable, match=address):
         client.generate("hello")
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (f"{FAILING} UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote host", "no server answers at"),
+        ("errors resolving x:1: Domain name not found", "no server answers at"),
+        ("Socket closed", "no server answers at"),  # in the middle of a call
+        (f"{FAILING} UNAVAILABLE: ipv4:127.0.0.1:1: Socket closed", "the server hangs up, as one does that"),
+        (
+            f"{FAILING} {TLS} SSL routines:OPENSSL_internal:WRONG_VERSION_NUMBER",
+            "the server speaks no TLS at",
+        ),
+        (
+            f"{FAILING} {TLS} CERTIFICATE_VERIFY_FAILED: self signed",
+            "the server's certificate is not trusted",
+        ),
+        (
+            f"{FAILING} UNKNOWN: UNAUTHENTICATED: Hostname Verification Check failed.",
+            "the server's certificate has another name at",
+        ),
+        (f"{FAILING} UNAVAILABLE: Failed parsing HTTP/2 (Expected SETTINGS", "it is no gRPC server"),
+    ],
+)
+def test_why_a_server_cannot_be_reached_is_told_in_words(said: str, sentence: str) -> None:
+    """What core says was seen with grpcio 1.85 against a TLS server, a plain one, and a web server."""
+    error = build_error("UNAVAILABLE", said, b"", "host:1")
+    assert isinstance(error, Unavailable)
+    assert str(error).startswith(f"UNAVAILABLE: {sentence}")
+    assert "host:1" in str(error)
+    assert said in str(error)
 
 
 def test_details_that_are_no_status_are_passed_over() -> None:

@@ -17,6 +17,7 @@ RequestError, a ValueError, is for what no request can carry: nothing was sent.
 ErrorInfo first: a proxy may change a status on its way, the reason it leaves alone.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -28,6 +29,15 @@ from google.rpc import error_details_pb2, status_pb2
 DOMAIN = "kvatlas.v1"
 DETAILS_KEY = "grpc-status-details-bin"
 MAX_SHOWN = 300  # characters of a foreign message
+
+_NO_ANSWER = (  # in what gRPC's core says of a connection: what it means
+    (r"unhealthy", "the server is not ready at"),
+    (r"WRONG_VERSION_NUMBER", "the server speaks no TLS at"),
+    (r"CERTIFICATE_VERIFY_FAILED", "the server's certificate is not trusted at"),
+    (r"Hostname Verification Check failed", "the server's certificate has another name at"),
+    (r"last error: .*Socket closed", "the server hangs up, as one does that wants TLS, at"),
+    (r"Failed parsing HTTP/2", "it is no gRPC server that answers at"),
+)
 
 
 class Reason(StrEnum):
@@ -218,7 +228,8 @@ def build_error(code: str, text: str, raw_details: bytes, address: str) -> Kvatl
     """From a status in parts; `raw_details` is the google.rpc.Status of the trailer, or empty."""
     details = _parse_details(raw_details)
     if not details.reason and code == "UNAVAILABLE":
-        what = "the server is not ready at" if "unhealthy" in text else "no server answers at"
+        meanings = (meaning for pattern, meaning in _NO_ANSWER if re.search(pattern, text))
+        what = next(meanings, "no server answers at")
         text = f"{what} {address} ({text[:MAX_SHOWN]})"
     kind = _BY_REASON.get(details.reason) or _BY_CODE.get(code, ServerFailure)
     known = details.reason in Reason.__members__
