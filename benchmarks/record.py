@@ -15,8 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvatlas.revision import archive_revision
+
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
+SHORT = 7  # digits of a commit
 
 
 def write_result(
@@ -80,15 +83,9 @@ def _module_name() -> str:
 def _beginning() -> dict[str, Any]:
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": _commit_of_archive() or _commit_of_checkout(),
+        "commit": archive_revision()[:SHORT] or _commit_of_checkout(),
         "load_before": [round(load, 2) for load in os.getloadavg()],
     }
-
-
-def _commit_of_archive() -> str:
-    """What `git archive` wrote in place of the file's one line; empty in a checkout."""
-    line = (HERE / "archive_commit.txt").read_text().strip()
-    return "" if line.startswith("$") else line
 
 
 def _commit_of_checkout() -> str:

@@ -1,6 +1,7 @@
 """The head of a result: the run's own circumstances, whatever changes while it runs."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ["benchmarks/__init__.py", "benchmarks/record.py", "benchmarks/archive_commit.txt", ".gitattributes"]
+FILES = ["benchmarks/__init__.py", "benchmarks/record.py", "protos/kvatlas/revision.py", ".gitattributes"]
 
 # What a benchmark does: it is started, works while somebody commits, and writes at its end.
 RUN = """
@@ -43,7 +44,8 @@ def checkout(tmp_path: Path) -> Path:
 
 def result_of(folder: Path, *meanwhile: str) -> dict[str, object]:
     command = [sys.executable, "-B", "-m", "run", *meanwhile]
-    ran = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(folder / "protos")}
+    ran = subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True)
     found: dict[str, object] = json.loads((folder / ran.stdout.strip()).read_text())
     return found
 
