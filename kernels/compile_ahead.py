@@ -1,10 +1,10 @@
 """Compiles kernels before their first launch, several at once: a start need not wait for them one by one.
 
-Knows no kernel: what is launched within `compiling` is compiled instead of run. All of it is known before the
-first compiler begins, since compilers leave the interpreter no time to ask for more. Each kernel is then
-loaded by the thread that compiled it, or had it compiled by a process (kernels.compile_processes), with its
-launcher, which Triton 3.6 builds with the C compiler. Where nothing is compiled, in Triton's interpreter,
-launches within it run as ever.
+Knows no kernel: what is launched within `compiling` is compiled instead of run, by processes where some were
+begun (kernels.compile_processes), else by threads. These begin when all is known, since compilers leave the
+interpreter no time to ask for more. Each kernel is loaded by the thread that compiled it, or had it compiled,
+with its launcher, which Triton 3.6 builds with the C compiler. Where nothing is compiled, in Triton's
+interpreter, launches within it run as ever.
 """
 
 import logging
@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
+from heapq import heappop, heappush
+from threading import Lock
 from typing import Any
 
 import torch
@@ -25,39 +27,54 @@ from kernels.compile_processes import CompileProcesses, take_begun
 from kernels.launcher import set_compiling
 
 MAX_THREADS = 16
+VARIANTS_AT_A_TIME = 3
 
 log = logging.getLogger(__name__)
 
 
 class CompileQueue(Executor):
-    """Takes what there is to compile and begins none of it before `compile_all`."""
+    """Takes what there is to compile and has it compiled, before `compile_all` only if `begins_at_once`.
 
-    def __init__(self) -> None:
+    A few variants of every kernel, then the next few, long kernels first: one that takes longest is then not
+    the last to begin, whichever it is. Each is loaded on the device as soon as it is compiled.
+    """
+
+    def __init__(self, executor: Executor, device: torch.device, *, begins_at_once: bool = False) -> None:
         self.source = ""  # of the kernel that is asked for, before it is submitted
+        self._executor = executor
+        self._device = device
+        self._begins_at_once = begins_at_once
         self._variants: Counter[str] = Counter()
-        self._tasks: list[tuple[tuple[int, int], Future[Any], Callable[[], Any]]] = []
+        self._futures: list[Future[Any]] = []
+        self._lock = Lock()  # of the next
+        self._waiting: list[tuple[tuple[int, int, int], Future[Any], Callable[[], Any]]] = []
 
     def submit(self, task: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
         """See Executor."""
         future: Future[Any] = Future()
-        order = (self._variants[self.source], -len(self.source))
+        order = (self._variants[self.source] // VARIANTS_AT_A_TIME, -len(self.source), len(self._futures))
         self._variants[self.source] += 1
-        self._tasks.append((order, future, lambda: task(*arguments, **options)))
+        self._futures.append(future)
+        with self._lock:
+            heappush(self._waiting, (order, future, lambda: task(*arguments, **options)))
+        if self._begins_at_once:
+            self._executor.submit(self._compile_next)
         return future
 
-    def compile_all(self, executor: Executor, device: torch.device) -> None:
-        """Each is loaded on the device as soon as it is compiled; waits for all.
+    def compile_all(self) -> None:
+        """Waits until all are compiled and loaded."""
+        for _ in range(0 if self._begins_at_once else len(self._futures)):
+            self._executor.submit(self._compile_next)
+        wait(self._futures)
 
-        One variant of every kernel, then the second ones, long kernels first: a kernel that takes longest is
-        then not the last to begin, whichever it is.
-        """
-        for _, future, task in sorted(self._tasks, key=lambda entry: entry[0]):
-            executor.submit(_compile_and_load, future, task, device)
-        wait([future for _, future, _ in self._tasks])
+    def _compile_next(self) -> None:
+        with self._lock:
+            _, future, task = heappop(self._waiting)
+        _compile_and_load(future, task, self._device)
 
     def fail(self, error: BaseException) -> None:
         """Nothing more will be compiled: whoever waits gets this error."""
-        for _, future, _ in self._tasks:
+        for future in self._futures:
             with suppress(InvalidStateError):  # compiled already, perhaps this very moment
                 future.set_exception(error)
 
@@ -69,7 +86,6 @@ def compiling(device: torch.device) -> Iterator[None]:
     Outputs of the launches are left as they are, so nothing may depend on their values. One thread at a time.
     """
     load_apart()
-    queue = CompileQueue()
     kernels: dict[int, Any] = {}
     with ExitStack() as stack:
         threads = min(MAX_THREADS, os.cpu_count() or 1)
@@ -77,12 +93,13 @@ def compiling(device: torch.device) -> Iterator[None]:
             threads = stack.enter_context(processes).count
             stack.enter_context(_compiled_by(processes))
         executor = stack.enter_context(ThreadPoolExecutor(threads, "compile"))
+        queue = CompileQueue(executor, device, begins_at_once=processes is not None)
         stack.enter_context(_binaries_alone())
         stack.enter_context(AsyncCompileMode(queue))  # its end tells kernels what was compiled for them
         try:
             with _asking(queue, kernels):
                 yield
-            queue.compile_all(executor, device)
+            queue.compile_all()
         except BaseException as error:  # a signal's SystemExit too: nobody may wait for a kernel for ever
             queue.fail(error)
             raise

@@ -17,11 +17,15 @@ MAX_COMPILED = 4096
 """Entries of the table: far more than the kernels of a process; beyond it Triton launches."""
 
 _state = {"is_compiling": False}
+_asked: set[tuple[object, ...]] = set()
 
 
 def set_compiling(is_compiling: bool) -> None:
-    """Within kernels.compile_ahead.compiling launches only ask for their kernel, so Triton must see them."""
+    """Within kernels.compile_ahead.compiling launches only ask for their kernel, so Triton must see one of
+    each kind.
+    """
     _state["is_compiling"] = is_compiling
+    _asked.clear()
 
 
 def launch(
@@ -55,6 +59,8 @@ def launch(
     key = (id(kernel), first.device.index, constants, *shape, *marks)
     compiled = _compiled.get(key)
     if compiled is None or _state["is_compiling"]:
+        if key in _asked:
+            return
         options = {"num_warps": num_warps, "num_stages": num_stages}
         if max_registers is not None and first.is_cuda:
             options["maxnreg"] = max_registers
@@ -64,6 +70,8 @@ def launch(
         is_kept = isinstance(result, CompiledKernel) and not _state["is_compiling"]
         if is_kept and len(_compiled) < MAX_COMPILED:
             _compiled[key] = result
+        if _state["is_compiling"]:
+            _asked.add(key)
         return
     x, y, z = (*grid, 1, 1)[:3]
     stream = driver.active.get_current_stream(first.device.index)

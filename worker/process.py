@@ -230,13 +230,14 @@ class WorkerProcess:
             self.observer.wake()
             return is_taken
 
+        self._constraints = self._make_constraints()
         self.link = EngineLink(
             context,
             self.config.engine_address,
             commands=self.commands,
             outputs=self.outputs,
             status=self.board,
-            constraints=self._make_constraints(),
+            constraints=self._constraints,
             to_observer=ask_observer,
             other_desk=Desks(self._recordings, self._operators),
             doorkeeper=self.doorkeeper,
@@ -378,6 +379,8 @@ class WorkerProcess:
                 max_running=self.config.max_running,
                 seconds=self._clock() - self._began,
             )
+            if self._constraints is not None:  # not beside the start, which needs the interpreter as much
+                self._constraints.begin_preparing()
             return engine.run()
         finally:
             runner.close()

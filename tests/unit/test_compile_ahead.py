@@ -4,9 +4,10 @@ import os
 import subprocess
 import sys
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from threading import Event
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from triton import knobs
 from kernels.compile_ahead import CompileQueue, compiling
 
 CPU = torch.device("cpu")
+NO_EXECUTOR = cast(Executor, None)  # where nothing may begin
 
 
 class Compiled:
@@ -31,8 +33,10 @@ class Compiled:
         self._log.append(f"load {self.name}")
 
 
-def test_nothing_begins_before_all_is_known_and_variants_take_turns() -> None:
-    queue, log = CompileQueue(), list[str]()
+def begun_in_turns(*, begins_at_once: bool) -> list[str]:
+    """What one thread did with four variants of a long kernel and two of a short one, and when."""
+    log = list[str]()
+    hold = Event()
 
     def ask(source: str, name: str) -> Any:
         def compile_kernel() -> Compiled:
@@ -42,31 +46,57 @@ def test_nothing_begins_before_all_is_known_and_variants_take_turns() -> None:
         queue.source = source
         return queue.submit(compile_kernel)
 
-    futures = [ask("long source", "a1"), ask("long source", "a2"), ask("short", "b1"), ask("short", "b2")]
-    assert log == []
     with ThreadPoolExecutor(1) as executor:
-        queue.compile_all(executor, CPU)
-    steps = [f"{what} {name}" for name in ("a1", "b1", "a2", "b2") for what in ("compile", "load")]
-    assert log == steps
-    assert [future.result().name for future in futures] == ["a1", "a2", "b1", "b2"]
+        queue = CompileQueue(executor, CPU, begins_at_once=begins_at_once)
+        executor.submit(hold.wait)
+        names = [("short", "b1"), *(("long source", f"a{number}") for number in range(1, 5)), ("short", "b2")]
+        futures = [ask(*name) for name in names]
+        log.append("asked")
+        if begins_at_once:
+            hold.set()
+            executor.submit(int).result()  # without compile_all
+            assert all(future.done() for future in futures)
+        hold.set()
+        queue.compile_all()
+    assert [future.result().name for future in futures] == [name for _, name in names]
+    return log
+
+
+@pytest.mark.parametrize("begins_at_once", [False, True])
+def test_variants_take_turns_and_are_loaded_where_they_were_compiled(begins_at_once: bool) -> None:
+    order = ("a1", "a2", "a3", "b1", "b2", "a4")
+    steps = [f"{what} {name}" for name in order for what in ("compile", "load")]
+    assert begun_in_turns(begins_at_once=begins_at_once) == ["asked", *steps]
+
+
+def test_nothing_begins_before_all_is_known() -> None:
+    """Threads that compile would leave no time to ask."""
+    begun: list[str] = []
+    with ThreadPoolExecutor(1) as executor:
+        queue = CompileQueue(executor, CPU)
+        queue.submit(lambda: begun.append("compile"))
+        executor.submit(int).result()
+        assert begun == []
+        queue.fail(KeyError("asked wrongly"))
 
 
 def test_a_compiler_that_fails_is_heard_by_who_waits_and_no_other() -> None:
-    queue, log = CompileQueue(), list[str]()
+    log = list[str]()
 
     def fail() -> None:
         raise ValueError("no such tile")
 
-    broken, sound = queue.submit(fail), queue.submit(lambda: Compiled("a", log))
     with ThreadPoolExecutor(2) as executor:
-        queue.compile_all(executor, CPU)
+        queue = CompileQueue(executor, CPU)
+        broken, sound = queue.submit(fail), queue.submit(lambda: Compiled("a", log))
+        queue.compile_all()
     assert isinstance(broken.exception(0), ValueError)
     assert sound.result(0).name == "a"
 
 
 def test_an_error_while_asking_ends_the_wait_and_restores_what_was_set() -> None:
     """Whoever waits for what was asked before would wait for ever."""
-    queue = CompileQueue()
+    queue = CompileQueue(NO_EXECUTOR, CPU)
     future = queue.submit(lambda: None)
     queue.fail(KeyError("asked wrongly"))
     assert isinstance(future.exception(0), KeyError)
@@ -84,7 +114,7 @@ def test_an_error_while_asking_ends_the_wait_and_restores_what_was_set() -> None
 
 def test_an_error_while_a_kernel_is_just_compiled_leaves_that_kernel() -> None:
     """The error is what the start ends with, not that a compiler was quicker."""
-    queue, log = CompileQueue(), list[str]()
+    queue, log = CompileQueue(NO_EXECUTOR, CPU), list[str]()
     quick, slow = (queue.submit(lambda: Compiled("a", log)) for _ in range(2))
     quick.done = lambda: False  # when somebody looked
     quick.set_result("compiled")

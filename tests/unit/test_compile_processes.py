@@ -145,15 +145,15 @@ def test_a_process_that_hangs_is_given_up_and_ended(tmp_path: Path) -> None:
                 return False
 
         server = f"/proc/{processes._process.pid}"
+        for connection in processes._connections:  # each is there, and answers
+            connection.send(())
+            assert "TypeError" in connection.recv()
+        children = Path(f"{server}/task/{server[6:]}/children").read_text().split()
+        for child in children:
+            os.kill(int(child), signal.SIGSTOP)
+        compile_processes.ANSWER_SECONDS = 0.1
         with compiling(torch.device("cpu")):
             launch(double, (1,), (torch.zeros(64), 64), (16,), num_warps=1)
-            for connection in processes._connections:  # each is there, and answers
-                connection.send(())
-                assert "TypeError" in connection.recv()
-            children = Path(f"{server}/task/{server[6:]}/children").read_text().split()
-            for child in children:
-                os.kill(int(child), signal.SIGSTOP)
-            compile_processes.ANSWER_SECONDS = 0.1
         print(hits, len(children), processes._process.returncode)
         while any(map(runs, children)):  # else the test runs into its limit
             time.sleep(0.01)

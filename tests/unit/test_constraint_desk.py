@@ -72,6 +72,23 @@ def test_a_request_goes_on_with_its_constraint_compiled(stand: Stand, wait_until
     wait_until(lambda: not stand.desk.is_busy, "nothing waits")
 
 
+def test_a_desk_prepares_when_it_is_told(monkeypatch: pytest.MonkeyPatch, wait_until: Wait) -> None:
+    """Beside the start of its worker it would take the interpreter from what the first token waits for."""
+    prepared: list[str] = []
+    monkeypatch.setattr(
+        SlowCompiler, "prepare", lambda self: prepared.append(threading.current_thread().name)
+    )
+    made = Stand()
+    made.desk.take(spec(1), DIGITS)
+    made.compiler.gate.set()
+    wait_until(lambda: made.commands, "a constraint needs no preparation")
+    assert prepared == []
+    made.desk.begin_preparing()
+    wait_until(lambda: prepared, "it is prepared")
+    assert prepared[0].startswith("kvatlas-constraints")
+    made.desk.close()
+
+
 def test_a_known_constraint_takes_no_other_thread(stand: Stand) -> None:
     stand.compiler.gate.set()
     stand.compiler.compile(DIGITS)

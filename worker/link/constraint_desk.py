@@ -50,7 +50,6 @@ class ConstraintDesk:
         self._waiting: list[_Waiting] = []
         self._threads = DeepThreads("kvatlas-constraints", num_threads=THREADS, max_waiting=max_waiting + 1)
         self._max_waiting = max_waiting
-        self._threads.submit(self._prepare)
 
     @property
     def is_busy(self) -> bool:
@@ -91,6 +90,10 @@ class ConstraintDesk:
     def close(self) -> None:
         """Ends the threads."""
         self._threads.close()
+
+    def begin_preparing(self) -> None:
+        """Makes what every constraint needs on one of the threads; before that the first one makes it."""
+        self._threads.submit(self._prepare)
 
     def _prepare(self) -> None:
         try:
