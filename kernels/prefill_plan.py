@@ -7,8 +7,10 @@ kernel: see paged_prefill.py.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
+from numpy.typing import NDArray
 from torch import Tensor
 
 TILE_ROWS = 128
@@ -42,9 +44,20 @@ def queries_per_tile(group: int) -> int:
 
 def list_tiles(q_lens: Sequence[int], group: int) -> list[tuple[int, int]]:
     """(span, first query) of each tile, the longest spans' last tiles first: they take longest."""
+    return [(span, first) for span, first in tile_array(q_lens, group).tolist()]
+
+
+def tile_array(q_lens: Sequence[int], group: int) -> NDArray[np.int32]:
+    """`list_tiles` as int32 [num_tiles, 2]."""
     step = queries_per_tile(group)
-    tiles = [(span, first) for span, length in enumerate(q_lens) for first in range(0, length, step)]
-    return sorted(tiles, key=lambda tile: -tile[1])
+    counts = [-(-length // step) for length in q_lens]
+    tiles = np.empty((sum(counts), 2), dtype=np.int32)
+    at = 0
+    for span, count in enumerate(counts):
+        tiles[at : at + count, 0] = span
+        tiles[at : at + count, 1] = np.arange(0, count * step, step)
+        at += count
+    return tiles[np.argsort(-tiles[:, 1], kind="stable")]
 
 
 @dataclass(frozen=True, slots=True)

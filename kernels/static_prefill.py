@@ -4,6 +4,8 @@ A graph's grid is fixed, so every size has tiles for as many tokens in as many s
 step does not need belong to an empty span and end at once. Bits are those of the same kernel outside a graph.
 """
 
+from itertools import accumulate
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from kernels.batch import HostSpans, KvLayer, PagedBatch
 from kernels.paged_prefill import paged_prefill
-from kernels.prefill_plan import list_tiles, num_parts, queries_per_tile
+from kernels.prefill_plan import num_parts, queries_per_tile, tile_array
 
 MAX_SPANS = 8
 """Of one step: more make its tokens many, and the host's time small beside the device's."""
@@ -27,6 +29,7 @@ class TritonStaticPrefill:
         """shape: num_heads, num_kv_heads, head_dim."""
         num_heads, self._num_kv_heads, _ = shape
         self._group = num_heads // self._num_kv_heads
+        self._queries = queries_per_tile(self._group)
         self._page_table = page_table
         # rows, kv_lens, q_indptr, tiles. Zeros: one empty span, so that a capture computes nothing.
         room = self.num_words(max_tokens)
@@ -41,15 +44,14 @@ class TritonStaticPrefill:
         q_lens, count = spans.q_lens_host, len(spans.q_lens_host)
         if spans.num_decode or count > MAX_SPANS:
             return False
-        tiles = list_tiles(q_lens, self._group)
+        tiles = tile_array(q_lens, self._group)
         longest, device = max(spans.kv_lens_host), self._page_table.device
         if num_parts(len(tiles), self._num_kv_heads, longest, device) > 1:
             return False
-        into[:count], into[count:SPAN_ROOM] = spans.rows_host, 0
-        kv_lens, ends = into[SPAN_ROOM : 2 * SPAN_ROOM], into[2 * SPAN_ROOM : TILES_AT]
-        kv_lens[:count], kv_lens[count:] = spans.kv_lens_host, 0
-        ends[0], ends[1 : count + 1] = 0, np.cumsum(q_lens, dtype=np.int32)
-        ends[count + 1 :] = ends[count]
+        ends, unused = list(accumulate(q_lens, initial=0)), [0] * (SPAN_ROOM - count)
+        words = [*spans.rows_host, *unused, *spans.kv_lens_host, *unused, *ends]
+        words += ends[-1:] * (TILES_AT - len(words))
+        into[:TILES_AT] = words
         listed = into[TILES_AT : self.num_words(size)].reshape(-1, 2)
         listed[: len(tiles)], listed[len(tiles) :] = tiles, (count, 0)
         return True
@@ -90,4 +92,4 @@ class TritonStaticPrefill:
 
     def _capacity(self, size: int) -> int:
         """Tiles of a step of `size` tokens in MAX_SPANS spans, at most."""
-        return size // queries_per_tile(self._group) + MAX_SPANS
+        return size // self._queries + MAX_SPANS

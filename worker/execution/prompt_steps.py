@@ -9,6 +9,7 @@ are: prompts alone, as many tokens and spans as a whole graph holds, rows that t
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -183,9 +184,9 @@ class PromptSteps:
 
     @staticmethod
     def _fill_sampled(rest: Message, step: Step, q_lens: Sequence[int]) -> None:
-        last = np.cumsum(q_lens, dtype=np.int32) - 1
+        ends = list(accumulate(q_lens))
         for at, span in enumerate(step.sampled):
-            rest[SAMPLED_TOKENS + at] = last[span]
+            rest[SAMPLED_TOKENS + at] = ends[span] - 1
             rest[SAMPLED_ROWS + at] = step.rows[span]
             rest[SAMPLED_ENDS + at] = step.ends[span]
 
