@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.dependent_launch import dependent_launch, prefetch
+from kernels.dependent_launch import dependent_launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,6 @@ class MatvecLaunch:
     outputs: int = 4  # outputs a program
     block: int = 1024  # elements of the width a loop turn
     warps: int = 8
-    prefetches: bool = False  # the blocks after the first, into the L2 cache
 
 
 def matvec(
@@ -68,12 +67,10 @@ def matvec(
         WIDTH=width,
         OUTPUTS=launch.outputs,
         BLOCK=launch.block,
-        WARPS=launch.warps,
         HAS_NORM=norm is not None,
         HAS_RESIDUAL=residual is not None,
         HAS_BIAS=bias is not None,
         GATED=gated,
-        PREFETCHES=launch.prefetches and width * weight.element_size() % 16 == 0,
         **dependent_launch(x.device),
         num_warps=launch.warps,
     )
@@ -116,12 +113,10 @@ def _matvec_kernel(
     WIDTH: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
-    PREFETCHES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     first = tl.program_id(0) * OUTPUTS
@@ -138,11 +133,6 @@ def _matvec_kernel(
         gain = tl.load(norm + k, mask=k < WIDTH, other=0.0)
     if PDL:
         gdc_launch_dependents()
-        if PREFETCHES and BLOCK < WIDTH:
-            prefetch(weight, first, num_outputs, BLOCK, WIDTH, WIDTH - BLOCK, OUTPUTS, 32 * WARPS)
-            if GATED:
-                end = 2 * num_outputs
-                prefetch(weight, first + num_outputs, end, BLOCK, WIDTH, WIDTH - BLOCK, OUTPUTS, 32 * WARPS)
         gdc_wait()
     lanes = tl.zeros([OUTPUTS, BLOCK], tl.float32)
     up_lanes = lanes

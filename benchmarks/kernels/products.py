@@ -225,13 +225,12 @@ def launches(layer: Product, num_rows: int, tune: bool) -> list[Launch]:
 
 
 def _one_row(layer: Product) -> Iterator[MatvecLaunch]:
-    shapes = itertools.product((2, 4, 8), (512, 1024, 2048, 4096), (4, 8), (False, True))
-    for outputs, block, warps, prefetches in shapes:
+    for outputs, block, warps in itertools.product((2, 4, 8), (512, 1024, 2048, 4096), (4, 8)):
         elements = outputs * block * (2 if layer.is_gated else 1) // (32 * warps)
         is_whole = block >= layer.width
         is_sane = elements >= 16 and elements <= (64 if is_whole else 32) and block < 2 * layer.width
-        if is_sane and not (is_whole and prefetches):
-            yield MatvecLaunch(outputs, block, warps, prefetches)
+        if is_sane:
+            yield MatvecLaunch(outputs, block, warps)
 
 
 def _few_rows(layer: Product, num_rows: int) -> Iterator[FewRowsLaunch]:
