@@ -1,4 +1,4 @@
-"""The runner on a GPU: decode steps are CUDA graphs, all else runs eagerly through the same fused kernels.
+"""The runner on a GPU: decode steps and steps with prompts are CUDA graphs over the same fused kernels.
 
 Owns the graphs and the device's copy of the rows' sampling parameters. Rows whose requests want penalties, a
 bias, masked stop tokens or log-probabilities are drawn by the plain sampler, with the same noise.
