@@ -12,6 +12,9 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc
 from service import errors
@@ -134,9 +137,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             facts, pool = kept.link.facts, kept.mirror.planes.get("fingerprints")
             if facts is None or pool is None or not kept.link.is_up:
                 continue
-            prompt = page_fingerprints(ids, facts.page_size, facts.fingerprint_key, salt)
-            work = partial(cached_tokens, prompt, pool, facts.page_size)
-            most = max(most, await self._backstage.prompts.beside(pool.nbytes, work))
+            work = partial(_cached_tokens, ids, facts.page_size, facts.fingerprint_key, salt, pool)
+            most = max(most, await self._backstage.prompts.beside(4 * len(ids) + pool.nbytes, work))
         return most
 
     # Open and close
@@ -284,6 +286,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def _model_id(self) -> str:
         facts = self._backstage.pool.facts
         return facts.model_id if facts is not None else ""
+
+
+def _cached_tokens(
+    ids: Sequence[int], page_size: int, key: bytes, salt: bytes, pool: npt.NDArray[np.uint64]
+) -> int:
+    """A microsecond a page of the prompt, and a look at every page of the pool."""
+    return cached_tokens(page_fingerprints(ids, page_size, key, salt), pool, page_size)
 
 
 def ends_any(pieces: Sequence[Piece]) -> bool:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import pytest
 
 from kvatlas.v1 import cache_pb2, cache_pb2_grpc, generation_pb2_grpc
 from kvatlas.v1 import generation_pb2 as pb
+from service.fleet import prefix_hint
+from service.handlers import generation as generation_module
 from service.testing import Refusal, RunningService, running_service
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,6 +158,25 @@ def test_tokenize_tells_how_much_of_a_prompt_is_cached(stack: Stack, wait_until:
     wait_until(
         lambda: stack.generation.Tokenize(request, timeout=10).cached_tokens == expected, "the mirror to know"
     )
+
+
+def test_a_long_text_is_looked_up_beside_the_loop(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, wait_until: Any
+) -> None:
+    """A microsecond a page: 2 MiB of text in pages of one token held every stream up for seconds."""
+    kept = stack.running.service._mirrors.kept
+    wait_until(lambda: all("fingerprints" in each.mirror.planes for each in kept), "the map")
+    threads: list[str] = []
+
+    def looking(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return prefix_hint.page_fingerprints(*arguments)
+
+    monkeypatch.setattr(generation_module, "page_fingerprints", looking)
+    for text in ("x" * 100_000, "x"):
+        stack.generation.Tokenize(pb.TokenizeRequest(text=text), timeout=CALL_SECONDS)
+    assert threads[0].startswith("text_")
+    assert len(threads) == 2
 
 
 def test_salts_do_not_share_pages(stack: Stack) -> None:
