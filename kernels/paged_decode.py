@@ -387,9 +387,9 @@ def _merge(
     """The sum of `count` parts of one sequence for the heads of one group.
 
     NUMBERS of the parts a turn: all their loads are under way before the first is used, and no thread needs
-    another's numbers.
+    another's numbers. At most 32 parts: compilers take minutes for more.
     """
-    AT_ONCE: tl.constexpr = max(1, NUMBERS // (MEMBERS * DIM_PADDED))
+    AT_ONCE: tl.constexpr = max(1, min(32, NUMBERS // (MEMBERS * DIM_PADDED)))
     dims = tl.arange(0, DIM_PADDED)
     members = tl.arange(0, MEMBERS)
     real = members < GROUP
