@@ -31,6 +31,7 @@ MAX_TILES = 4096  # that can be split
 PIPELINE_BYTES = 212 << 10  # of shared memory for what the programs of a multiprocessor load ahead
 MULTIPROCESSORS = 132
 FEW_PROGRAMS = 96  # that split a small product enough
+HEAD_OUTPUTS = 65_536  # so many that a program's beginning and end no longer count
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,42 +107,52 @@ def add_product(
 def choose_launch(num_rows: int, num_outputs: int, width: int, gated: bool) -> FewRowsLaunch:
     """The fastest launch shape of those tried for products of this kind (docs/kernels.md)."""
     outputs = 32 if gated and num_outputs <= 8192 else 64
-    if num_rows <= 16:
-        return _sixteen_rows(outputs, num_outputs, width, gated)
-    if outputs == 64 and gated:
+    if gated and outputs == 64:
         return FewRowsLaunch(outputs=outputs, block=128, stages=3)
-    tiles, splits = triton.cdiv(num_outputs, outputs), 1
-    block = 64 if num_outputs > 8192 else 128
-    # No more than 64 programs: their sums are bytes, too.
-    while not gated and 2 * tiles * splits <= 64 and splits < 8 and width // splits >= 512:
-        splits *= 2
-    padded = int(triton.next_power_of_2(num_rows))
-    turn_bytes = 2 * block * (padded + (2 * outputs if gated else outputs))
-    is_small = num_outputs * width <= 5_000_000 and not gated
-    return FewRowsLaunch(
-        outputs=outputs,
-        block=block,
-        splits=splits,
-        stages=min(5, PIPELINE_BYTES // turn_bytes),
-        is_early=False,
-        ahead=triton.cdiv(triton.cdiv(width, block), splits) if is_small else 0,
-    )
+    if num_rows <= 16 and num_outputs < HEAD_OUTPUTS:
+        return _early(outputs, num_outputs, width, gated)
+    return _waiting(num_rows, outputs, num_outputs, width, gated)
 
 
-def _sixteen_rows(outputs: int, num_outputs: int, width: int, gated: bool) -> FewRowsLaunch:
+def _early(outputs: int, num_outputs: int, width: int, gated: bool) -> FewRowsLaunch:
     """Turns of 32 KB of the weight; one program a multiprocessor where that is all there are, or else two."""
-    tiles, block = triton.cdiv(num_outputs, outputs), 256
-    if (gated and outputs == 64) or tiles * triton.cdiv(width, block) < 2 * FEW_PROGRAMS:
+    tiles, block, splits = triton.cdiv(num_outputs, outputs), 256, 1
+    if tiles * triton.cdiv(width, block) < 2 * FEW_PROGRAMS:
         block = 128
-    splits = 1
     if not gated:
         turns = triton.cdiv(width, block)
         wanted = max(turns // 4, min(turns // 2, FEW_PROGRAMS // tiles))
         splits = max(1, min(wanted, 2 * MULTIPROCESSORS // tiles))
-    room = PIPELINE_BYTES if tiles * splits <= MULTIPROCESSORS else PIPELINE_BYTES // 2
     turn_bytes = 2 * block * (2 * outputs if gated else outputs)
-    stages = min(8, (room - 2 * block * 16) // turn_bytes)
+    stages = min(8, (_room(tiles * splits) - 2 * block * 16) // turn_bytes)
     return FewRowsLaunch(outputs=outputs, block=block, splits=splits, stages=stages)
+
+
+def _waiting(num_rows: int, outputs: int, num_outputs: int, width: int, gated: bool) -> FewRowsLaunch:
+    """Few parts a tile, and long ones: their sums are bytes, too."""
+    tiles, block, splits = triton.cdiv(num_outputs, outputs), 128, 1
+    turns = triton.cdiv(width, block)
+    while not gated and (turns_left := turns // (2 * splits)) >= 2:
+        most = 2 * MULTIPROCESSORS if turns_left >= 24 else MULTIPROCESSORS if turns_left >= 16 else 64
+        if 2 * tiles * splits > most:
+            break
+        splits *= 2
+    padded = max(16, int(triton.next_power_of_2(num_rows)))
+    turn_bytes = 2 * block * (padded + (2 * outputs if gated else outputs))
+    ahead = triton.cdiv(turns, splits) if num_outputs * width <= 5_000_000 else 2
+    return FewRowsLaunch(
+        outputs=outputs,
+        block=block,
+        splits=splits,
+        stages=min(5, _room(tiles * splits) // turn_bytes),
+        is_early=False,
+        ahead=0 if gated or num_outputs >= HEAD_OUTPUTS else ahead,
+    )
+
+
+def _room(programs: int) -> int:
+    """Bytes of shared memory for what a program loads ahead."""
+    return PIPELINE_BYTES if programs <= MULTIPROCESSORS else PIPELINE_BYTES // 2
 
 
 @cache
