@@ -173,13 +173,19 @@ class Mailbox:
         self.end = None
         self._inbox.box_ended(has_ended=False)
 
-    def take(self, min_tokens: int = 1) -> "array[int]":
-        """Everything that waits. The next take is due after `min_tokens` more, or the hold."""
-        taken = self.tokens[self.taken :]
-        self.taken = len(self.tokens)
-        if self.taken:
-            self._need = min_tokens
+    def take(self, min_tokens: int = 1, max_tokens: int = 0) -> "array[int]":
+        """What waits, at most `max_tokens`; 0: everything. Then the next take is due after `min_tokens` more,
+        or the hold; where some was left, at once.
+        """
+        end = min(len(self.tokens), self.taken + max_tokens) if max_tokens else len(self.tokens)
+        taken = self.tokens[self.taken : end]
+        self.taken = end
         self._stop_timer()
+        if self.unread:
+            self._need = 1
+            self._inbox.wake()
+        elif self.taken:
+            self._need = min_tokens
         return taken
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from service.mailbox import Mailbox
-from service.request import FinishCode, FinishReason, Scores, Stops
+from service.request import FinishCode, FinishReason, Scores, SequenceEnd, Stops
 from service.text.answer import AnswerText
 
 _REASONS = {
@@ -50,10 +50,27 @@ class Piece(NamedTuple):
 class Choice:
     """One sample of a request."""
 
-    __slots__ = ("_answer", "_min_tokens", "_stops", "box", "finish", "index", "num_before", "num_tokens")
+    __slots__ = (
+        "_answer",
+        "_max_tokens",
+        "_min_tokens",
+        "_stops",
+        "box",
+        "finish",
+        "index",
+        "num_before",
+        "num_tokens",
+    )
 
     def __init__(
-        self, index: int, box: Mailbox, answer: AnswerText | None, stops: Stops, *, min_tokens: int = 1
+        self,
+        index: int,
+        box: Mailbox,
+        answer: AnswerText | None,
+        stops: Stops,
+        *,
+        min_tokens: int = 1,
+        max_tokens: int = 0,
     ) -> None:
         self.index = index
         self.box = box
@@ -62,6 +79,7 @@ class Choice:
         self.finish: Finish | None = None
         self._answer = answer  # None: neither text nor stop strings are asked for
         self._min_tokens = min_tokens  # of one message
+        self._max_tokens = max_tokens  # of one message; 0: any number
         self._stops = stops
 
     def begin_behind(self, token_ids: Sequence[int]) -> None:
@@ -77,21 +95,22 @@ class Choice:
         return self._answer is None or self._answer.push(token_ids).stop_string is None
 
     def take(self) -> Piece:
-        """All that waits, and the end if it has come. Not called after the end."""
+        """What waits, as much as a message holds, and the end behind all of it. Not called after the end."""
         assert self.finish is None, f"sample {self.index} ended before"
-        ids = self.box.take(self._min_tokens)
+        ids = self.box.take(self._min_tokens, self._max_tokens)
+        end = self.box.end if not self.box.unread else None
         text, stop_string = "", None
         if self._answer is not None and ids:
-            part = self._answer.push(ids, is_last_shown=self._shows_last)
+            part = self._answer.push(ids, is_last_shown=self._shows_last(end))
             text, stop_string = part.text, part.stop_string
             if stop_string is not None:
                 ids = ids[: part.num_tokens]
-        if stop_string is None and self.box.end is not None:
+        if stop_string is None and end is not None:
             flushed, stop_string = self._flush()
             text += flushed
         scores = self.box.scores.take(len(ids)) if self.box.scores is not None else None
         offset, self.num_tokens = self.num_tokens, self.num_tokens + len(ids)
-        self.finish = self._finished(stop_string)
+        self.finish = self._finished(stop_string, end)
         return Piece(self.index, text, ids, scores, offset, self.finish)
 
     def close(self) -> None:
@@ -99,9 +118,7 @@ class Choice:
         self.box.close()
         self._answer = None
 
-    @property
-    def _shows_last(self) -> bool:
-        end = self.box.end
+    def _shows_last(self, end: SequenceEnd | None) -> bool:
         return self._stops.include_in_output or end is None or end.code not in _HIDDEN_LAST
 
     def _flush(self) -> tuple[str, str | None]:
@@ -110,10 +127,9 @@ class Choice:
         part = self._answer.finish()
         return part.text, part.stop_string
 
-    def _finished(self, stop_string: str | None) -> Finish | None:
+    def _finished(self, stop_string: str | None, end: SequenceEnd | None) -> Finish | None:
         if stop_string is not None:
             return Finish(FinishReason.STOP_STRING, stop_string=stop_string)
-        end = self.box.end
         if end is None:
             return None
         if end.code == FinishCode.STOP_TOKEN and self.box.tokens:

@@ -7,7 +7,6 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -22,17 +21,17 @@ from service.admission import Permit, Share
 from service.errors import Failure, Violation
 from service.fleet.mirrors import PageMirrors
 from service.fleet.prefix_hint import cached_tokens, page_fingerprints
-from service.handlers import convert, respond, validate
+from service.handlers import convert, respond, sizes, validate
 from service.handlers.account import RequestAccount
 from service.handlers.backstage import Backstage
 from service.handlers.choice import Piece
-from service.handlers.convert import StreamShape
+from service.handlers.convert import StreamShape, TokenBytes
 from service.handlers.live import LiveCall
 from service.handlers.opening import Opening
 from service.handlers.run import GenerationRun
 from service.handlers.spans import ending_of
 from service.handlers.verdicts import outcome_of
-from service.request import AbortReason, Request, current_call
+from service.request import AbortReason, Output, Request, Scores, current_call
 
 REQUEST_ID_KEY = "x-request-id"
 QUEUE_UPDATE_SECONDS = 1.0
@@ -55,13 +54,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             while not run.is_admitted:
                 await run.wait()
                 run.settle()
-            answers = [_Answer() for _ in run.choices]
+            answer = _Answer(run.request.output, run.choices, self._token_bytes)
             while (pieces := run.take()) is not None:
                 for piece in pieces:
-                    self._collect(run, answers[piece.sample], piece)
+                    self._count_collected(run, piece)
+                    answer.add(piece)
+                if answer.num_bytes > sizes.MAX_ANSWER_BYTES:
+                    raise sizes.too_large(is_stream=False)
+                if answer.num_bytes:
+                    await asyncio.sleep(0)  # a wait for what has come already gives nobody else a turn
                 if not ends_any(pieces):
                     await run.inbox.wait()
-            response = self._response(run, answers)
+            response = respond.add_totals(run, self._model_id, answer.response())
+            await self._add_prompt_scores(run, response.prompt_logprobs)
+            if response.ByteSize() > sizes.MAX_ANSWER_BYTES:
+                raise sizes.too_large(is_stream=False)
             await context.send_initial_metadata(((REQUEST_ID_KEY, run.request.request_id),))
             return response
 
@@ -244,7 +251,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     await stream.write(respond.choice_finished(piece))
             if not ends_any(pieces):
                 await run.inbox.wait()
-        await stream.write(respond.summary(run, token_bytes))
+        message = respond.add_summary(run, pb.StreamGenerateResponse())
+        await self._add_prompt_scores(run, message.summary.prompt_logprobs)
+        if message.ByteSize() > sizes.MAX_ANSWER_BYTES:
+            raise sizes.too_large(is_stream=True)
+        await stream.write(message)
 
     def _count(self, run: GenerationRun, shape: StreamShape, piece: Piece) -> None:
         count = len(piece.token_ids)
@@ -259,28 +270,22 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     # A whole answer
 
-    def _collect(self, run: GenerationRun, answer: "_Answer", piece: Piece) -> None:
+    def _count_collected(self, run: GenerationRun, piece: Piece) -> None:
         if piece.token_ids:
             run.account.tokens(piece.sample, len(piece.token_ids), monotonic(), are_sent=False)
-        answer.texts.append(piece.text)
-        if run.request.output.ids:
-            answer.token_ids.extend(piece.token_ids)
-        if piece.scores is not None:
-            token_bytes = self._backstage.prompts.tokenizer.token_bytes
-            answer.logprobs += convert.to_logprobs(piece.token_ids, piece.scores, token_bytes)
-        answer.last = piece
 
-    def _response(self, run: GenerationRun, answers: "Sequence[_Answer]") -> pb.GenerateResponse:
-        token_bytes = self._backstage.prompts.tokenizer.token_bytes
-        response = respond.whole(run, self._model_id, token_bytes)
-        shows_text = run.request.output.text
-        for index, answer in enumerate(answers):
-            choice = respond.choice(index, answer.last)
-            choice.text = "".join(answer.texts) if shows_text else ""
-            choice.token_ids.extend(answer.token_ids)
-            choice.logprobs.extend(answer.logprobs)
-            response.choices.append(choice)
-        return response
+    async def _add_prompt_scores(self, run: GenerationRun, entries: Any) -> None:
+        """Log-probabilities of the prompt into a message, beside the loop where they are many."""
+        scores, request = run.inbox.prompt_scores, run.request
+        if scores is None:
+            return
+        num_bytes = 16 * sizes.entries_of(len(request.prompt_ids), request.output.prompt_logprobs)
+        work = partial(_write_scores, entries, request.prompt_ids, scores, self._token_bytes)
+        await self._backstage.prompts.beside(num_bytes, work)
+
+    @property
+    def _token_bytes(self) -> TokenBytes:
+        return self._backstage.prompts.tokenizer.token_bytes
 
     @property
     def _model_id(self) -> str:
@@ -300,14 +305,40 @@ def ends_any(pieces: Sequence[Piece]) -> bool:
     return any(piece.finish is not None for piece in pieces)
 
 
-@dataclass(slots=True)
-class _Answer:
-    """A sample of a unary call so far."""
+def _write_scores(entries: Any, token_ids: Sequence[int], scores: Scores, token_bytes: TokenBytes) -> None:
+    entries.extend(convert.to_logprobs(token_ids, scores, token_bytes))
 
-    texts: list[str] = field(default_factory=list)
-    token_ids: "array[int]" = field(default_factory=lambda: array("I"))
-    logprobs: list[pb.TokenLogprob] = field(default_factory=list)
-    last: Piece | None = None
+
+class _Answer:
+    """The samples of a unary call, written into its response as they come."""
+
+    def __init__(self, output: Output, choices: Sequence[Any], token_bytes: TokenBytes) -> None:
+        self.num_bytes = 0  # of log-probabilities so far
+        self._output = output
+        self._token_bytes = token_bytes
+        self._response = pb.GenerateResponse()
+        self._choices = [self._response.choices.add(index=index) for index in range(len(choices))]
+        self._texts: list[list[str]] = [[] for _ in choices]
+        self._last: list[Piece | None] = [None for _ in choices]
+
+    def add(self, piece: Piece) -> None:
+        """What came of a sample."""
+        choice = self._choices[piece.sample]
+        self._texts[piece.sample].append(piece.text)
+        if self._output.ids:
+            choice.token_ids.extend(piece.token_ids)
+        if piece.scores is not None:
+            entries = convert.to_logprobs(piece.token_ids, piece.scores, self._token_bytes)
+            self.num_bytes += sum(entry.ByteSize() for entry in entries)
+            choice.logprobs.extend(entries)
+        self._last[piece.sample] = piece
+
+    def response(self) -> pb.GenerateResponse:
+        """With every sample's text and end."""
+        for choice, texts, last in zip(self._choices, self._texts, self._last, strict=True):
+            choice.text = "".join(texts) if self._output.text else ""
+            respond.end_choice(choice, last)
+        return self._response
 
 
 class _Stream:

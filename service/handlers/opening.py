@@ -11,7 +11,7 @@ from kvatlas.v1 import generation_pb2 as pb
 from service import errors
 from service.errors import Violation
 from service.fleet.codec import WorkerFacts
-from service.handlers import convert, validate
+from service.handlers import convert, sizes, validate
 from service.handlers.account import RequestAccount
 from service.handlers.backstage import Backstage
 from service.handlers.choice import Choice
@@ -75,6 +75,7 @@ class Opening:
         limit = self._backstage.max_prompt_tokens(facts)
         if len(ids) > limit:
             raise errors.prompt_too_long(len(ids), limit, facts.max_context_tokens)
+        sizes.check_prompt(request.output, len(ids))
         left = min(facts.max_context_tokens - len(ids), self._pool_room(request, len(ids), facts))
         return convert.with_prompt(request, ids, request.stops.max_tokens or left)
 
@@ -128,7 +129,8 @@ class Opening:
             hold_seconds=shape.hold_seconds,
         )
         answer = self._answer(request, stops) if request.output.text or stops is not None else None
-        return Choice(index, box, answer, request.stops, min_tokens=shape.min_tokens)
+        most = sizes.tokens_per_message(request.output.logprobs, shape.min_tokens)
+        return Choice(index, box, answer, request.stops, min_tokens=shape.min_tokens, max_tokens=most)
 
     def _answer(self, request: Request, stops: StopStrings | None) -> AnswerText:
         detokenizer = self._backstage.prompts.tokenizer.detokenizer(

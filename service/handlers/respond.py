@@ -63,39 +63,32 @@ def choice_finished(piece: Piece) -> pb.StreamGenerateResponse:
     return pb.StreamGenerateResponse(choice_finished=finished)
 
 
-def choice(index: int, last: Piece | None) -> pb.Choice:
-    """A finished sample of a unary call, without its content."""
-    assert last is not None and last.finish is not None, f"sample {index} has no end"  # noqa: PT018
-    made = pb.Choice(
-        index=index,
-        finish_reason=int(last.finish.reason),  # type: ignore[arg-type]
-        stop_string=last.finish.stop_string,
-    )
+def end_choice(made: pb.Choice, last: Piece | None) -> None:
+    """A sample of a unary call is finished."""
+    assert last is not None and last.finish is not None, f"sample {made.index} has no end"  # noqa: PT018
+    made.finish_reason = int(last.finish.reason)  # type: ignore[assignment]
+    if last.finish.stop_string is not None:
+        made.stop_string = last.finish.stop_string
     if last.finish.stop_token_id is not None:
         made.stop_token_id = last.finish.stop_token_id
-    return made
 
 
-def summary(run: GenerationRun, token_bytes: TokenBytes) -> pb.StreamGenerateResponse:
-    """Totals; always last."""
-    return pb.StreamGenerateResponse(
-        summary=pb.GenerationSummary(
-            usage=_usage(run), timing=_timing(run), prompt_logprobs=_prompt_logprobs(run, token_bytes)
-        )
-    )
+def add_summary(run: GenerationRun, message: pb.StreamGenerateResponse) -> pb.StreamGenerateResponse:
+    """Totals, always last, beside what the summary has of the prompt."""
+    message.summary.usage.CopyFrom(_usage(run))
+    message.summary.timing.CopyFrom(_timing(run))
+    return message
 
 
-def whole(run: GenerationRun, model_id: str, token_bytes: TokenBytes) -> pb.GenerateResponse:
-    """A unary answer without its choices."""
-    return pb.GenerateResponse(
-        request_id=run.request.request_id,
-        model=model_id,
-        usage=_usage(run),
-        timing=_timing(run),
-        prompt_logprobs=_prompt_logprobs(run, token_bytes),
-        seed=run.request.sampling.seed,
-        worker_id=run.worker_id,
-    )
+def add_totals(run: GenerationRun, model_id: str, message: pb.GenerateResponse) -> pb.GenerateResponse:
+    """What a unary answer has beside its choices and what it has of the prompt."""
+    message.request_id = run.request.request_id
+    message.model = model_id
+    message.usage.CopyFrom(_usage(run))
+    message.timing.CopyFrom(_timing(run))
+    message.seed = run.request.sampling.seed
+    message.worker_id = run.worker_id
+    return message
 
 
 def _usage(run: GenerationRun) -> pb.Usage:
@@ -119,8 +112,3 @@ def _timing(run: GenerationRun) -> pb.Timing:
         timing.time_to_first_token.CopyFrom(to_duration(account.age(first)))
         timing.decode_time.CopyFrom(to_duration(last - first))
     return timing
-
-
-def _prompt_logprobs(run: GenerationRun, token_bytes: TokenBytes) -> list[pb.TokenLogprob]:
-    scores = run.inbox.prompt_scores
-    return [] if scores is None else convert.to_logprobs(run.request.prompt_ids, scores, token_bytes)

@@ -8,7 +8,7 @@ import pytest
 
 from service.handlers.choice import Choice
 from service.mailbox import Inbox, Mailbox
-from service.request import FinishCode, FinishReason, SequenceEnd, Stops
+from service.request import FinishCode, FinishReason, Scores, SequenceEnd, Stops
 from service.text.answer import AnswerText
 from service.text.stop_strings import StopMatcher, StopStrings
 from service.text.tokenizer import Tokenizer
@@ -53,6 +53,35 @@ def test_each_code_of_the_worker_has_its_reason(
     piece = choice.take()
     assert piece.finish is not None
     assert piece.finish.reason is reason
+
+
+@pytest.mark.parametrize("code", [FinishCode.MAX_TOKENS, FinishCode.EOS])
+def test_scored_tokens_leave_in_pieces_of_a_bounded_size(
+    loop: asyncio.AbstractEventLoop, code: FinishCode
+) -> None:
+    """Thousands that waited for a slow reader, with 20 alternatives each, were one message of over 4 MiB."""
+    inbox = Inbox(loop)
+    box = Mailbox(inbox, 999, loop, has_scores=True)
+    choice = Choice(0, box, AnswerText(Tokenizer.toy().detokenizer(), None), Stops(999), max_tokens=24)
+    data = bytes(range(97, 122)) * 4
+    entry = Scores(
+        array("f", [-1.0]), array("I", [1]), bytearray([20]), array("I", [5] * 20), array("f", [0.0] * 20)
+    )
+    for token in data:
+        box.put_scored(token, entry, 0, 0)
+    box.finish(SequenceEnd(1, code))
+    pieces = [choice.take()]
+    while pieces[-1].finish is None:
+        assert box.is_ready
+        assert inbox._has_news, "or nobody would look again"
+        inbox._has_news = False
+        pieces.append(choice.take())
+    assert [len(piece.token_ids) for piece in pieces] == [24, 24, 24, 24, 4]
+    assert [piece.offset for piece in pieces] == [0, 24, 48, 72, 96]
+    assert all(piece.scores is not None and len(piece.scores) == len(piece.token_ids) for piece in pieces)
+    shown = data if code is FinishCode.MAX_TOKENS else data[:-1]
+    assert "".join(piece.text for piece in pieces) == shown.decode()
+    assert not inbox._has_news
 
 
 def test_offsets_count_the_tokens_before(loop: asyncio.AbstractEventLoop) -> None:
