@@ -45,18 +45,19 @@ class DecodeProblem:
         self.slots = self.page_table[self.rows.long(), self.kv_lens.long() - 1]
         self.qkv = normal(len(kv_lens), (heads + 2 * kv_heads) * dim).to(dtype)
         self.kv = KvLayer(pool[0].to(dtype), pool[1].to(dtype))
-        gains = (normal(dim).to(dtype), normal(dim).to(dtype)) if with_norm else (None, None)
-        self.rotary = Rotary(normal(width, dim), *gains, eps=1e-5)
+        q_norm, k_norm = (normal(dim).to(dtype) if with_norm else None for _ in range(2))
+        self.rotary = Rotary(normal(width, dim), q_norm, k_norm, 1e-5)
         self._move(torch.device(device))
 
     def _move(self, device: torch.device) -> None:
         for name in ("kv_lens", "rows", "page_table", "slots", "qkv"):
             setattr(self, name, getattr(self, name).to(device))
-        gains = (
-            gain if gain is None else gain.to(device) for gain in (self.rotary.q_norm, self.rotary.k_norm)
-        )
         self.kv = KvLayer(self.kv.k.to(device), self.kv.v.to(device))
-        self.rotary = Rotary(self.rotary.cos_sin.to(device), *gains, eps=self.rotary.eps)
+        rotary = self.rotary
+        q_norm, k_norm = (
+            gain if gain is None else gain.to(device) for gain in (rotary.q_norm, rotary.k_norm)
+        )
+        self.rotary = Rotary(rotary.cos_sin.to(device), q_norm, k_norm, rotary.eps)
 
     def plan(self, launch: DecodeLaunch | None = None, chunk_scale: int | None = None) -> DecodePlan:
         """Of its lengths, listed."""
