@@ -1,6 +1,7 @@
 """Decode attention: time, KV bytes a second and percent of the limit by batch, context and page size.
 
-FlashInfer stands beside it where it is installed, timed in the same way on the same pages.
+FlashInfer stands beside it where it is installed, timed in the same way on the same pages. `product`: the
+launch that also norms q and K, rotates them and stores K and V; `two launches`: the same of two kernels.
 `python -m benchmarks.kernels.paged_decode [--tune] [--pages 1 16 64]` on a CUDA device prints a table and,
 with --out, writes JSON.
 """
@@ -17,7 +18,8 @@ from torch import Tensor
 from benchmarks.kernels.timing import READ_TB_S, copies_for, graphed_us
 from kernels.batch import KvLayer
 from kernels.decode_plan import DecodeLaunch, make_plan, plan_decode
-from kernels.paged_decode import paged_decode
+from kernels.paged_decode import paged_decode, paged_decode_product
+from kernels.rotary_store import Rotary, rotary_store
 
 SHAPES = [(1, 1024), (8, 1024), (64, 1024), (256, 1024), (1, 32768), (64, 8192)]
 """Batch and context of the cells of 32 query heads; FlashInfer's figures of 2026-11 are of these."""
@@ -85,6 +87,29 @@ def ours(cell: Cell, launch: DecodeLaunch | None = None, chunk_scale: int | None
         return None
 
 
+def of_product(cell: Cell) -> tuple[float, float]:
+    """Microseconds from the qkv product: of one launch, and of two."""
+    batch, heads, dim = cell.q.shape
+    lens = torch.tensor(cell.lengths, device="cuda", dtype=torch.int32)
+    rows = torch.arange(batch, device="cuda", dtype=torch.int32)
+    plan = make_plan(batch, heads, KV_HEADS, dim, max(8192, *cell.lengths), cell.q.device)
+    plan_decode(plan, rows, lens)
+    qkv = torch.randn(batch, (heads + 2 * KV_HEADS) * dim, device="cuda", dtype=torch.bfloat16)
+    gain = torch.ones(dim, device="cuda", dtype=torch.bfloat16)
+    rotary = Rotary(torch.randn(max(cell.lengths), dim, device="cuda"), gain, gain)
+    slots, positions = cell.table[rows.long(), lens.long() - 1], lens - 1
+    scale, q = dim**-0.5, torch.empty_like(cell.q)
+
+    def one(kv: KvLayer) -> None:
+        paged_decode_product(qkv, kv, cell.table, plan, rotary, scale=scale)
+
+    def two(kv: KvLayer) -> None:
+        rotary_store(qkv, kv, slots, positions, rotary, q)
+        paged_decode(q, kv, cell.table, plan, scale=scale)
+
+    return graphed_us(one, cell.pools), graphed_us(two, cell.pools)
+
+
 def flashinfer_us(cell: Cell) -> float | None:
     """FlashInfer's decode wrapper on the same pages; None where it is not installed."""
     try:
@@ -120,6 +145,7 @@ def measure(cell: Cell, tune: bool) -> dict[str, object]:
     timed = [(us, launch, scale) for launch, scale in launches(tune) if (us := ours(cell, launch, scale))]
     us, launch, scale = min(timed, key=lambda item: item[0])
     peer = flashinfer_us(cell)
+    one, two = of_product(cell)
     limit = cell.kv_bytes / READ_TB_S / 1e6
     return {
         "batch": len(cell.lengths),
@@ -132,6 +158,8 @@ def measure(cell: Cell, tune: bool) -> dict[str, object]:
         "tb_s": round(cell.kv_bytes / us / 1e6, 2),
         "percent_of_limit": round(100 * limit / us),
         "flashinfer_us": peer and round(peer, 2),
+        "product_us": round(one, 2),
+        "two_launches_us": round(two, 2),
         "launch": f"{launch} {scale}" if tune else "default",
     }
 
