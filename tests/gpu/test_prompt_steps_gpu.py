@@ -16,6 +16,7 @@ from worker.model.llama import Model
 from worker.scheduling.sampling import SamplingParams
 
 pytestmark = pytest.mark.gpu
+PAGES = 256
 LoadModel = Callable[[str | Path, torch.dtype], Model]
 Prompts = list[tuple[list[int], SamplingParams]]
 
@@ -44,13 +45,13 @@ def batches(seed: int) -> list[Prompts]:
     return [*alone, *some, *more]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("capture", [True, False], ids=["graphs", "eager"])
 def test_a_message_leaves_the_bits_of_the_other_way(
-    gpu_engine: Callable[..., Any], gpu_model: LoadModel, dtype: torch.dtype, capture: bool
+    gpu_engine: Callable[..., Any], gpu_model: LoadModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = gpu_model("random:tiny", dtype)
-    size = {"num_pages": 1024, "max_running": 32, "max_step_tokens": 2048, "capture": capture}
+    """H9: also where messages are written while the device is behind. One test: engines take long to make."""
+    monkeypatch.setattr("worker.execution.prompt_graphs.token_sizes", lambda most: [64, 128, 512, 1024, most])
+    model = gpu_model("random:tiny", torch.bfloat16)
+    size = {"num_pages": PAGES, "max_running": 16, "max_context": 1200, "max_step_tokens": 1100}
     found, other = gpu_engine(model, **size), gpu_engine(model, **size)
     for layer in (*found.runner.kv_pool.layers, *other.runner.kv_pool.layers):
         layer.k.zero_()  # slots that nobody writes hold anything
@@ -67,32 +68,26 @@ def test_a_message_leaves_the_bits_of_the_other_way(
     other.runner.prompt_steps.run = lambda *step, **how: None
     for batch in batches(3):
         assert found.answer(batch).tokens == other.answer(batch).tokens
-        tables = [(e.runner.page_table.slots, e.runner.token_pool.ids) for e in (found, other)]
-        for left, right in zip(*tables, strict=True):
+        for left, right in zip(state_of(found), state_of(other), strict=True):
             assert torch.equal(left, right)
-        for left, right in zip(found.runner.kv_pool.layers, other.runner.kv_pool.layers, strict=True):
-            used = slice(1024 * 16)
-            assert torch.equal(left.k[used], right.k[used])
-            assert torch.equal(left.v[used], right.v[used])
     assert ways[True] >= 15, "prompts of up to 1,024 tokens and up to eight at once"
     assert ways[False] >= 2, "more tokens or spans than a message holds"
-
-
-def test_steps_far_ahead_of_a_busy_device_do_not_mix(
-    gpu_engine: Callable[..., Any], gpu_model: LoadModel
-) -> None:
-    """H9: messages are written while the device is behind; every answer is the one alone."""
-    model = gpu_model("random:tiny", torch.float32)
-    engine = gpu_engine(model, num_pages=1024, max_running=32, max_step_tokens=64)
     draw = random.Random(8)
     requests = prompts(draw, [draw.randrange(1, 60) for _ in range(6 * DEPTH)])
-    alone = [engine.answer([request]).tokens[0] for request in requests]
-    launch = engine.runner.launch
+    expected = found.answer(requests).tokens
+    launch = found.runner.launch
 
     def behind(step: Any) -> Any:
         torch.cuda._sleep(draw.choice([0, 200_000]))  # type: ignore[no-untyped-call]
         return launch(step)
 
-    engine.runner.launch = behind
+    found.runner.launch = behind
     for _ in range(3):
-        assert engine.answer(requests).tokens == alone
+        assert found.answer(requests).tokens == expected
+
+
+def state_of(engine: Any) -> list[torch.Tensor]:
+    """Tables, columns, and K and V of all pages but the dummy one."""
+    runner, slots = engine.runner, PAGES * 16
+    layers = [part[:slots] for layer in runner.kv_pool.layers for part in (layer.k, layer.v)]
+    return [runner.page_table.slots, runner.token_pool.ids, runner._columns.matrix, *layers]
