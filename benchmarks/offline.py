@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--workloads", nargs="*", default=["b1", "b8", "b64", "offline256"])
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--max-batch-tokens", type=int, default=8192)
+    parser.add_argument("--max-batch-tokens", type=int, default=16_384, help="as for vLLM beside it")
     parser.add_argument("--no-overlap", action="store_true")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--weight-dtype", default="auto", choices=("auto", "fp8"))

@@ -48,7 +48,7 @@ def load_kvatlas(request: Request) -> Loaded:
         "page_size": PAGE_SIZE,
         "num_pages": request.tokens // PAGE_SIZE,
         "max_running": MAX_SEQUENCES,
-        "max_batch_tokens": 8192,
+        "max_batch_tokens": STEP_TOKENS,
         "max_context": MAX_CONTEXT,
     }
     engine = Engine(WorkerConfig(model=request.model, device=request.device, **options))
