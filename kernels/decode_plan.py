@@ -26,6 +26,8 @@ RECORD = 8
 position of the span's last token; the rest is padding."""
 
 FEW_SPANS = 4
+ROOM = 48
+"""Tokens that a tile could have read while it begins: a span takes so much more of a stretch."""
 SIZES = 8
 """Classes of chunks by size: the list has the large ones first, so that the last to end are small."""
 
@@ -39,6 +41,7 @@ class DecodeLaunch:
     stages: int
     programs_per_sm: int
     wave_per_sm: int  # tiles of a wave
+    is_stretched: bool = False  # more tiles than a wave: an equal stretch for every program, and no queue
     is_at_once: bool = False  # tiles of one turn load all of K and V first
     merge_numbers: int = 64  # of parts a thread has under way in a merge
     shortest: int = GRAIN  # tokens of a chunk
@@ -47,7 +50,7 @@ class DecodeLaunch:
 
 FEW = DecodeLaunch(block=64, warps=4, stages=3, programs_per_sm=3, wave_per_sm=2, is_at_once=True)
 """For FEW_SPANS or fewer: what counts is the time of one turn."""
-MANY = DecodeLaunch(block=32, warps=1, stages=4, programs_per_sm=4, wave_per_sm=4)
+MANY = DecodeLaunch(block=32, warps=1, stages=4, programs_per_sm=4, wave_per_sm=4, is_stretched=True)
 """For more: what counts is the number of bytes under way, and a warp waits for no other."""
 WIDE = DecodeLaunch(block=32, warps=4, stages=3, programs_per_sm=3, wave_per_sm=2)
 """For rows of K of more than WIDE_BYTES: one warp's registers would not hold them."""
@@ -60,6 +63,7 @@ class DecodePlan:
 
     chunks: Tensor  # int32 [capacity, RECORD]
     num_chunks: Tensor  # int32 [1]
+    stretches: Tensor  # int32 [num_stretches + 1]: of each stretch its first entry; last their number
     queue: Tensor  # int32 [1]: tiles taken beyond each program's first; zero between launches
     partial: Tensor  # fp32 [capacity, num_heads, head_dim]
     partial_lse: Tensor  # fp32 [capacity, num_heads]
@@ -73,8 +77,19 @@ class DecodePlan:
         usual = FEW if num_spans <= FEW_SPANS else MANY
         return self.launch or (WIDE if row_bytes > WIDE_BYTES else usual)
 
+    def is_stretched(self, num_spans: int, row_bytes: int = 0) -> bool:
+        """Whether every program has its stretch of the list, not a tile and then others from the queue."""
+        return self.chunk_scale is None and self.launch_of(num_spans, row_bytes).is_stretched
+
+    def num_stretches(self, num_spans: int, row_bytes: int = 0) -> int:
+        """Of a batch: each is taken by a program for every KV head."""
+        programs = self.launch_of(num_spans, row_bytes).programs_per_sm * self.multiprocessors
+        return max(1, programs // self.arrived.shape[1])
+
     def num_programs(self, num_spans: int, row_bytes: int = 0) -> int:
         """Programs of a batch: as many as run at once, or as many as there can be tiles."""
+        if self.is_stretched(num_spans, row_bytes):
+            return self.num_stretches(num_spans, row_bytes) * self.arrived.shape[1]
         most = self.chunks.shape[0] * self.arrived.shape[1]
         return min(most, self.launch_of(num_spans, row_bytes).programs_per_sm * self.multiprocessors)
 
@@ -106,6 +121,7 @@ def make_plan(
     return DecodePlan(
         chunks=torch.zeros(capacity, RECORD, dtype=torch.int32, device=device),
         num_chunks=torch.zeros(1, dtype=torch.int32, device=device),
+        stretches=torch.zeros(capacity + 1, dtype=torch.int32, device=device),
         queue=torch.zeros(1, dtype=torch.int32, device=device),
         partial=torch.empty(capacity, num_heads, head_dim, dtype=torch.float32, device=device),
         partial_lse=torch.empty(capacity, num_heads, dtype=torch.float32, device=device),
@@ -122,13 +138,17 @@ def plan_decode(plan: DecodePlan, rows: Tensor, kv_lens: Tensor) -> None:
     assert num_spans <= max_spans, f"plan is for {max_spans} spans, got {num_spans}"
     is_by_batch = plan.chunk_scale is None
     head_dim = plan.partial.shape[2]
-    launch = plan.launch_of(num_spans, 2 * triton.next_power_of_2(head_dim))
+    row_bytes = 2 * triton.next_power_of_2(head_dim)
+    launch = plan.launch_of(num_spans, row_bytes)
+    num_stretches = plan.num_stretches(num_spans, row_bytes)
     _plan_kernel[(1,)](
         rows,
         kv_lens,
         plan.chunks,
         plan.num_chunks,
+        plan.stretches,
         num_spans,
+        num_stretches,
         plan.multiprocessors,
         launch.wave_per_sm * plan.multiprocessors,
         launch.programs_per_sm * plan.multiprocessors,
@@ -138,19 +158,22 @@ def plan_decode(plan: DecodePlan, rows: Tensor, kv_lens: Tensor) -> None:
         KV_HEADS=num_kv_heads,
         MAX_CHUNKS=MAX_CHUNKS,
         SIZES=SIZES,
+        ROOM=ROOM,
         SHORTEST=launch.shortest,
         RECORD=RECORD,
+        STRETCHES=triton.next_power_of_2(num_stretches + 1),
         BY_BATCH=is_by_batch,
+        STRETCHED=plan.is_stretched(num_spans, row_bytes),
         **dependent_launch(kv_lens.device),
     )
 
 
 @triton.jit
 def _chunk_by_batch(length, multiprocessors, wave, most, KV_HEADS: tl.constexpr, SHORTEST: tl.constexpr):
-    """Tokens of a chunk: of one wave of tiles, where the lengths are such that so many, or up to `most`, hold
-    them. Else for a queue: two tiles a multiprocessor while there are few tokens; where there are many 16,
-    fewer where that leaves 1,024 tokens a tile, or 8 with up to 2,048. The last token of a span is not
-    counted, so padding, spans of one token, changes nothing.
+    """Tokens of a chunk, and whether the tiles are one wave: where the lengths are such that `wave`, or up to
+    `most`, hold them. Else for a queue: two tiles a multiprocessor while there are few tokens; where there
+    are many 16, fewer where that leaves 1,024 tokens a tile, or 8 with up to 2,048. The last token of a span
+    is not counted, so padding, spans of one token, changes nothing.
     """
     others = tl.maximum(length - 1, 0)
     tokens = tl.sum(others.to(tl.int64), 0) * KV_HEADS
@@ -161,7 +184,28 @@ def _chunk_by_batch(length, multiprocessors, wave, most, KV_HEADS: tl.constexpr,
     half = tokens // (2 * multiprocessors)
     large = tl.maximum(tl.maximum(half // 8, 1024), tl.minimum(half // 4, 2048))
     queued = tl.where(half <= 2048, tl.maximum(half, 2 * SHORTEST), large)
-    return tl.where(tiles <= most, at_once, queued).to(tl.int32)
+    return tl.where(tiles <= most, at_once, queued).to(tl.int32), tiles <= most
+
+
+@triton.jit
+def _stretches(
+    length, real, num_stretches, MAX_CHUNKS: tl.constexpr, SHORTEST: tl.constexpr, ROOM: tl.constexpr
+):
+    """Length of a stretch of the line that all spans make, one behind the other, each with ROOM before it; of
+    each span the place of its first token in that line, and the first and the last stretch that it is in. A
+    piece of few tokens at an end of a span goes to its neighbour.
+    """
+    counted = tl.where(real, length + ROOM, 0)
+    share = (tl.sum(counted, 0) + num_stretches - 1) // num_stretches
+    share = tl.maximum(tl.maximum(share, SHORTEST + ROOM), tl.max(counted, 0) // (MAX_CHUNKS - 2) + 1)
+    behind = tl.cumsum(counted, 0)
+    place = behind - counted
+    first = tl.minimum(place // share, num_stretches - 1)
+    last = tl.minimum((behind - 1) // share, num_stretches - 1)
+    few = tl.minimum(share // 4, ROOM)
+    first += ((last > first) & ((first + 1) * share - place < few + ROOM)).to(tl.int32)
+    last -= ((last > first) & (behind - last * share < few)).to(tl.int32)
+    return share, place + ROOM, first, last
 
 
 @triton.jit
@@ -175,13 +219,25 @@ def _chunk_by_length(length, shortest, MAX_CHUNKS: tl.constexpr):
     return chunk
 
 
-@triton.jit(do_not_specialize=["num_spans", "multiprocessors", "wave", "most", "shortest", "multiple"])
+@triton.jit(
+    do_not_specialize=[
+        "num_spans",
+        "num_stretches",
+        "multiprocessors",
+        "wave",
+        "most",
+        "shortest",
+        "multiple",
+    ]
+)
 def _plan_kernel(
     rows,
     kv_lens,
     chunks,
     num_chunks,
+    stretches,
     num_spans,
+    num_stretches,
     multiprocessors,
     wave,
     most,
@@ -191,9 +247,12 @@ def _plan_kernel(
     KV_HEADS: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     SIZES: tl.constexpr,
+    ROOM: tl.constexpr,
     SHORTEST: tl.constexpr,
     RECORD: tl.constexpr,
+    STRETCHES: tl.constexpr,
     BY_BATCH: tl.constexpr,
+    STRETCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # No gdc_launch_dependents: what follows starts when the list is there, so kernels may read it before
@@ -205,7 +264,7 @@ def _plan_kernel(
     length = tl.load(kv_lens + span, mask=real, other=0)
     row = tl.load(rows + span, mask=real, other=0)
     if BY_BATCH:
-        chunk = _chunk_by_batch(length, multiprocessors, wave, most, KV_HEADS, SHORTEST)
+        chunk, is_wave = _chunk_by_batch(length, multiprocessors, wave, most, KV_HEADS, SHORTEST)
         chunk = tl.maximum(chunk, (length + MAX_CHUNKS - 1) // MAX_CHUNKS)
     else:
         chunk = _chunk_by_length(length, shortest, MAX_CHUNKS)
@@ -213,20 +272,42 @@ def _plan_kernel(
     even = (length + count - 1) // count
     chunk = tl.maximum((even + multiple - 1) // multiple * multiple, multiple)
     count = tl.where(real, (length + chunk - 1) // chunk, 0)
-    size = chunk * SIZES // (tl.max(tl.where(real, chunk, 0), 0) + 1)
-    first = tl.zeros([SPANS], tl.int32)
-    listed = 0
-    for smaller in tl.static_range(SIZES):
-        mine = tl.where(size == SIZES - 1 - smaller, count, 0)
-        first = tl.where(mine > 0, listed + tl.cumsum(mine, 0) - mine, first)
-        listed += tl.sum(mine, 0)
+    if STRETCHED:
+        share, place, first_stretch, last_stretch = _stretches(
+            length, real, num_stretches, MAX_CHUNKS, SHORTEST, ROOM
+        )
+        # With spans of one token, or whose last one begins a chunk, there may be more than were counted.
+        is_wave &= tl.sum(count, 0) <= num_stretches
+        count = tl.where(real & (is_wave == 0), last_stretch - first_stretch + 1, count)
+        first = tl.cumsum(count, 0) - count
+        listed = tl.sum(count, 0)
+        numbers = tl.arange(0, STRETCHES)
+        tl.store(stretches + numbers, listed, mask=numbers <= num_stretches)
+        tl.debug_barrier()  # the least of the entries of each stretch comes below
+    else:
+        size = chunk * SIZES // (tl.max(tl.where(real, chunk, 0), 0) + 1)
+        first = tl.zeros([SPANS], tl.int32)
+        listed = 0
+        for smaller in tl.static_range(SIZES):
+            mine = tl.where(size == SIZES - 1 - smaller, count, 0)
+            first = tl.where(mine > 0, listed + tl.cumsum(mine, 0) - mine, first)
+            listed += tl.sum(mine, 0)
     for index in range(tl.max(count, 0)):
         here = index < count
+        begin = index * chunk
+        end = tl.minimum(begin + chunk, length)
+        if STRETCHED:
+            stretch = first_stretch + index
+            cut = stretch * share - place
+            begin = tl.where(is_wave, begin, tl.where(index == 0, 0, cut))
+            end = tl.where(is_wave, end, tl.where(index == count - 1, length, cut + share))
+            stretch = tl.where(is_wave, first + index, stretch)
+            tl.atomic_min(stretches + stretch, first + index, mask=here, sem="relaxed")
         record = chunks + (first + index) * RECORD
         tl.store(record, span, mask=here)
         tl.store(record + 1, row, mask=here)
-        tl.store(record + 2, index * chunk, mask=here)
-        tl.store(record + 3, tl.minimum((index + 1) * chunk, length), mask=here)
+        tl.store(record + 2, begin, mask=here)
+        tl.store(record + 3, end, mask=here)
         tl.store(record + 4, index, mask=here)
         tl.store(record + 5, count, mask=here)
         tl.store(record + 6, length - 1, mask=here)

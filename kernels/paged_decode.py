@@ -82,7 +82,7 @@ def _launch(
     launch, num_programs = plan.launch_of(num_spans, row_bytes), plan.num_programs(num_spans, row_bytes)
     heads = (num_kv_heads, group, triton.next_power_of_2(group))
     dims = (head_dim, triton.next_power_of_2(head_dim))
-    lists = (plan.chunks, plan.num_chunks, plan.queue)
+    lists = (plan.chunks, plan.num_chunks, plan.stretches, plan.queue)
     scratch = (plan.partial, plan.partial_lse, plan.arrived)
     strides = (q.stride(0), q.stride(1), page_table.stride(0))
     is_dependent = dependent_launch(q.device)["PDL"]
@@ -109,6 +109,7 @@ def _launch(
             is_fp32,
             rotary is not None,
             has_norm,
+            plan.is_stretched(num_spans, row_bytes),
             is_dependent,
         ),
         num_warps=launch.warps,
@@ -127,6 +128,7 @@ def _decode_kernel(
     page_table,
     chunks,
     num_chunks,
+    stretches,
     queue,
     partial,
     partial_lse,
@@ -157,6 +159,7 @@ def _decode_kernel(
     IS_FP32: tl.constexpr,
     OF_PRODUCT: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    STRETCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """OF_PRODUCT: q is the qkv product. AT_ONCE: a tile of one turn loads K and V before anything else.
@@ -164,11 +167,14 @@ def _decode_kernel(
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
     ROWS: tl.constexpr = max(16, MEMBERS)
+    REPEAT: tl.constexpr = ROWS // MEMBERS
+    members = tl.arange(0, MEMBERS)
+    members_ok = (members < GROUP)[:, None] & (tl.arange(0, DIM_PADDED) < DIM)[None, :]
     dims = tl.arange(0, DIM_PADDED)
     dims_ok = dims < DIM
     tokens = tl.arange(0, BLOCK)
     rows = tl.arange(0, ROWS)
-    row_ok = rows < GROUP
+    row_ok = (rows % REPEAT == 0) & (rows // REPEAT < GROUP)
     mask = row_ok[:, None] & dims_ok[None, :]
     if PDL:
         gdc_launch_dependents()
@@ -179,6 +185,16 @@ def _decode_kernel(
     total = tl.load(num_chunks, cache_modifier=".cg") * KV_HEADS
     span, row, begin, end, index, count, last = _entry(chunks, tile // KV_HEADS, RECORD)
     has_queue = total > num_programs
+    if STRETCHED:
+        # Its entry has the program's own number where there is but one wave.
+        has_queue = False
+        number = tile // KV_HEADS
+        first = tl.load(stretches + number, cache_modifier=".cg")
+        total = tl.load(stretches + number + 1, cache_modifier=".cg") * KV_HEADS
+        if first != number:
+            tile += (first - number) * KV_HEADS
+            if tile < total:
+                span, row, begin, end, index, count, last = _entry(chunks, first, RECORD)
     while tile < total:
         entry = tile // KV_HEADS
         head = tile % KV_HEADS
@@ -203,13 +219,15 @@ def _decode_kernel(
         taken = 0
         if has_queue:
             taken = tl.atomic_add(queue, 1, sem="relaxed")
-        q_at = q + span * q_stride + (head * GROUP + rows)[:, None] * q_head_stride
         top = tl.full([ROWS], float("-inf"), tl.float32)
         weight = tl.zeros([ROWS, BLOCK] if WARPS > 1 else [ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM_PADDED], tl.float32)
         if OF_PRODUCT:
-            query = _norm_rotated(q_at, dims, mask, q_norm, cos, sin, eps, DIM, HAS_NORM)
-            query = query.to(q.dtype.element_ty)
+            q_at = q + span * q_stride + (head * GROUP + members)[:, None] * q_head_stride
+            few = _norm_rotated(q_at, dims, members_ok, q_norm, cos, sin, eps, DIM, HAS_NORM)
+            few = few.to(q.dtype.element_ty)
+            query = tl.broadcast_to(few[:, None, :], [MEMBERS, REPEAT, DIM_PADDED])
+            query = tl.reshape(query, [ROWS, DIM_PADDED])
             if is_last:
                 k_at = q + span * q_stride + (HEADS + head) * q_head_stride
                 one = tl.zeros([1, 1], tl.int32)
@@ -223,12 +241,16 @@ def _decode_kernel(
                 tl.store(k_head + new_at, new_k, mask=dims_ok)
                 tl.store(v_head + new_at, new_v, mask=dims_ok)
                 new_k = new_k.to(q.dtype.element_ty).to(tl.float32)
-                score = tl.sum(query.to(tl.float32) * new_k[None, :], 1) * scale
-                top = score
+                score = tl.sum(few.to(tl.float32) * new_k[None, :], 1) * scale
+                top = tl.reshape(tl.broadcast_to(score[:, None], [MEMBERS, REPEAT]), [ROWS])
                 acc += new_v.to(q.dtype.element_ty).to(tl.float32)[None, :]
                 weight = tl.where(tokens[None, :] == 0, 1.0, weight) if WARPS > 1 else weight + 1.0
         else:
-            query = tl.load(q_at + dims[None, :], mask=mask, other=0.0)
+            member = rows // REPEAT
+            q_at = q + span * q_stride + (head * GROUP + member)[:, None] * q_head_stride
+            query = tl.load(
+                q_at + dims[None, :], mask=(member < GROUP)[:, None] & dims_ok[None, :], other=0.0
+            )
         if AT_ONCE:  # noqa: SIM102 - one is a constant
             if is_short:
                 acc, top, weight = _turn(
@@ -247,7 +269,7 @@ def _decode_kernel(
         total_weight = tl.sum(weight, 1) if WARPS > 1 else weight
         acc = acc * (v_scale / total_weight)[:, None]
         out_at = out + span * (HEADS * DIM)
-        heads = head * GROUP + rows
+        heads = head * GROUP + rows // REPEAT
         if count == 1:
             to = out_at + heads[:, None] * DIM + dims[None, :]
             tl.store(to, acc.to(out.dtype.element_ty), mask=mask)
@@ -260,13 +282,13 @@ def _decode_kernel(
             before = tl.atomic_add(arrived + span * KV_HEADS + head, 1, sem="acq_rel")
             if before == count - 1:
                 tl.debug_barrier()
-                first = entry - index
+                parts_at = entry - index
                 _merge(
-                    partial, partial_lse, out_at, first, count, head, HEADS, GROUP, MEMBERS, DIM, DIM_PADDED,
-                    MERGE_NUMBERS * 32 * WARPS,
+                    partial, partial_lse, out_at, parts_at, count, head, HEADS, GROUP, MEMBERS, DIM,
+                    DIM_PADDED, MERGE_NUMBERS * 32 * WARPS,
                 )  # fmt: skip
                 tl.store(arrived + span * KV_HEADS + head, 0)
-        tile = num_programs + taken
+        tile = tile + KV_HEADS if STRETCHED else num_programs + taken
         if tile < total:
             span, row, begin, end, index, count, last = _entry(chunks, tile // KV_HEADS, RECORD)
     # One number is taken for each tile; whoever got the last of them is the last to look at the queue.
@@ -313,10 +335,9 @@ def _norm_rotated(at, dims, mask, norm, cos, sin, eps, DIM: tl.constexpr, HAS_NO
         gain = tl.load(norm + dims, mask=dims < DIM, other=0.0).to(tl.float32)
         partner_gain = tl.load(norm + partners, mask=dims < DIM, other=0.0).to(tl.float32)
         factor = 1.0 / tl.sqrt(tl.sum(value * value, 1) / DIM + eps)
-        cos, sin = cos * gain, sin * partner_gain
-        return (value * cos[None, :] + partner * sin[None, :]) * factor[:, None]
-    else:
-        return value * cos[None, :] + partner * sin[None, :]
+        value = value * factor[:, None] * gain[None, :]
+        partner = partner * factor[:, None] * partner_gain[None, :]
+    return value * cos[None, :] + partner * sin[None, :]
 
 
 @triton.jit
@@ -387,9 +408,9 @@ def _merge(
     """The sum of `count` parts of one sequence for the heads of one group.
 
     NUMBERS of the parts a turn: all their loads are under way before the first is used, and no thread needs
-    another's numbers. At most 32 parts: compilers take minutes for more.
+    another's numbers. At most 16 parts: compilers take long for more.
     """
-    AT_ONCE: tl.constexpr = max(1, min(32, NUMBERS // (MEMBERS * DIM_PADDED)))
+    AT_ONCE: tl.constexpr = max(1, min(16, NUMBERS // (MEMBERS * DIM_PADDED)))
     dims = tl.arange(0, DIM_PADDED)
     members = tl.arange(0, MEMBERS)
     real = members < GROUP

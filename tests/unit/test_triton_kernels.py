@@ -142,7 +142,8 @@ def test_a_sequence_has_the_same_bits_alone_as_in_company():
 
 @pytest.mark.parametrize(("num_spans", "length"), [(1, 100_000), (1, 2), (3, 1000), (40, 4096), (40, 70)])
 def test_chunks_by_batch_fit_the_scratch_and_padding_changes_none(num_spans, length):
-    plan = make_plan(64, 16, 8, 16, 100_000, torch.device("cpu"), launch=MANY)
+    queued = dataclasses.replace(MANY, is_stretched=False)
+    plan = make_plan(64, 16, 8, 16, 100_000, torch.device("cpu"), launch=queued)
     kv_lens = torch.full((num_spans,), length, dtype=torch.int32)
     kv_lens[0] = 100_000
     plan_decode(plan, torch.zeros_like(kv_lens), kv_lens)
@@ -162,9 +163,6 @@ def test_chunks_by_batch_fit_the_scratch_and_padding_changes_none(num_spans, len
         ([32768], {1024}),  # 256 tiles on 132 multiprocessors, two each
         ([640] * 8, {96, 64}),  # six of 96 and the rest of 64: 448 of 528 programs
         ([8192] * 64, {8192}),  # 512 tiles
-        ([1024] * 256, {1024}),  # more sequences than programs: the queue
-        ([8192, 4000] * 32, {2048, 2016, 1984}),  # 768 tiles would be more than a wave: the queue
-        ([100, 1600] * 128, {100, 1600}),  # many of the offline workload's lengths, each in one piece
     ],
 )
 def test_a_batch_is_one_wave_of_tiles_where_its_lengths_allow_it(lengths, sizes):

@@ -41,6 +41,9 @@ from worker.execution.graph_sizes import capture_sizes, kernel_sizes, padded_siz
 from worker.execution.step_buffers import StepBuffer, StepBuffers, StepOutcome, decode_shapes
 from worker.model.fused import AttendProduct, FusedModel
 
+PRODUCT_ROWS = 16
+"""Of a batch whose attention takes the qkv product: with more, a tile's own norm and rotation cost more than
+the launch that they save (docs/kernels.md)."""
 WARM_UPS = 1  # before a capture: compiles and loads kernels, and lets the libraries allocate
 
 
@@ -220,9 +223,9 @@ class DecodeGraphs:
         return self._model.decode(hidden, tables.kv, self._attention(positions, slots))
 
     def _attention(self, positions: Tensor, slots: Tensor) -> AttendProduct:
-        """Of one launch a layer where the backend has that."""
+        """Of one launch a layer for few rows, where the backend has that."""
         decode, scale = self._decode, self._scale
-        if isinstance(decode, ProductDecode):
+        if isinstance(decode, ProductDecode) and positions.shape[0] <= PRODUCT_ROWS:
             return partial(decode.attend_product, scale=scale)
         return self._model.stored_first(positions, slots, partial(decode.attend, scale=scale))
 
