@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 from kernels.sample_columns import SampleRow, make_columns, write_rows
 from kernels.triton_backend import TritonBackend
+from worker.execution import cuda_graphs
 from worker.execution.cuda_graphs import DecodeGraphs, DecodeTables
 from worker.execution.kv_pool import KvPool
 from worker.execution.page_table import PageTable
@@ -94,6 +95,18 @@ def test_padding_changes_no_real_row_and_no_managed_page() -> None:
     slots = is_changed.flatten(2).any(dim=0).any(dim=0).nonzero().flatten().tolist()
     assert slots == sorted([42, 23, 56])
     assert given.tokens.ids[ROWS, 0] == 0, "the dummy row feeds token 0"
+
+
+def test_attention_of_the_product_and_behind_a_store_leave_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two ways of a step's attention: tokens, and K and V of every page."""
+    left = []
+    for rows_of_product in (0, ROWS):
+        monkeypatch.setattr(cuda_graphs, "PRODUCT_ROWS", rows_of_product)
+        given = setting()
+        left.append((drawn(given, [5, 2, 7], [3, 8, 1]), given.pool.buffer))
+    (tokens, pool), (tokens_of_product, pool_of_product) = left
+    assert tokens_of_product == tokens
+    torch.testing.assert_close(pool_of_product, pool, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_nothing_is_left_of_a_larger_batch() -> None:
