@@ -63,7 +63,7 @@ class DecodePlan:
 
     chunks: Tensor  # int32 [capacity, RECORD]
     num_chunks: Tensor  # int32 [1]
-    stretches: Tensor  # int32 [num_stretches + 1]: of each stretch its first entry; last their number
+    stretches: Tensor  # int32 [capacity + 1]: of each stretch its first entry; behind them their number
     queue: Tensor  # int32 [1]: tiles taken beyond each program's first; zero between launches
     partial: Tensor  # fp32 [capacity, num_heads, head_dim]
     partial_lse: Tensor  # fp32 [capacity, num_heads]
