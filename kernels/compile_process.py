@@ -4,9 +4,7 @@ Touches no GPU: what it compiles for is in the message, and its work lies in Tri
 every child with this process, and this process with the one that began it.
 """
 
-import ctypes
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -21,13 +19,11 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 from triton.runtime.cache import triton_key
 
-PR_SET_PDEATHSIG = 1  # of prctl(2)
+from kernels.compile_processes import follow_parent
 
 
 def serve(modules: Sequence[str], descriptors: Sequence[int]) -> None:
-    """Compiles what comes over each of these connections, a child for each, until all are closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all of its group
-    _end_with_parent()
+    """Compiles what comes over these connections, a child for each, until all are closed; does not return."""
     for module in modules:
         import_module(module)
     triton_key()  # once for all children
@@ -38,7 +34,7 @@ def serve(modules: Sequence[str], descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         if os.fork() == 0:  # noqa: TID251  # see above
             try:
-                _end_with_parent()
+                follow_parent()
                 _close_all_but(descriptor, descriptors)
                 _answer(Connection(descriptor))
             finally:
@@ -46,11 +42,7 @@ def serve(modules: Sequence[str], descriptors: Sequence[int]) -> None:
     _close_all_but(-1, descriptors)
     for _ in descriptors:
         os.wait()
-
-
-def _end_with_parent() -> None:
-    """Killed by the kernel when the parent ends, whatever it is doing then."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os._exit(0)  # nothing here needs the interpreter's orderly end, and the caller waits for this one
 
 
 def _close_all_but(kept: int, descriptors: Sequence[int]) -> None:

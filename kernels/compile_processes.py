@@ -7,8 +7,10 @@ nor Triton.
 """
 
 import contextlib
+import ctypes
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -28,6 +30,9 @@ LEAST_CORES = 4
 ANSWER_SECONDS = 300.0
 """Of a process that is then done without. The slowest kernel takes a few on a quiet machine."""
 
+END_SECONDS = 5.0
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+
 _begun: "list[CompileProcesses]" = []
 
 
@@ -43,6 +48,7 @@ class CompileProcesses:
         descriptors = [theirs.fileno() for _, theirs in pairs]
         program = (
             f"import sys; sys.path[:] = {sys.path!r}\n"
+            "from kernels.compile_processes import follow_parent; follow_parent()\n"
             f"from kernels.compile_process import serve; serve({list(modules)!r}, {descriptors!r})"
         )
         try:
@@ -86,11 +92,14 @@ class CompileProcesses:
                 self._mark.touch()
 
     def close(self) -> None:
-        """Ends them, whatever they are doing: the kernel ends the others with the first. Idempotent."""
+        """Ends them, whatever they are doing; idle ones end by themselves. Idempotent."""
         for connection in self._connections:
             connection.close()
-        self._process.kill()
-        self._process.wait()
+        try:
+            self._process.wait(END_SECONDS)  # it waits for its children: else they were left to process 1
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # the kernel ends its children with it
+            self._process.wait()
 
     def __enter__(self) -> "CompileProcesses":
         return self
@@ -107,15 +116,23 @@ def begin_if_cold(modules: Sequence[str], shape: str) -> None:
     `shape` says all of a start that its kernels depend on. On a machine of few cores nothing begins.
     """
     cores = len(os.sched_getaffinity(0))
-    mark = triton_cache_folder() / f"kvatlas-{_key(shape)}"
-    if cores >= LEAST_CORES and not _begun and not mark.exists():
-        with contextlib.suppress(OSError):  # then threads compile
+    if cores < LEAST_CORES or _begun:
+        return
+    with contextlib.suppress(OSError):  # then threads compile
+        mark = triton_cache_folder() / f"kvatlas-{_key(shape)}"
+        if not mark.exists():
             _begun.append(CompileProcesses(modules, min(MAX_PROCESSES, cores - 1), mark))
 
 
 def take_begun() -> CompileProcesses | None:
     """What was begun, once: the caller closes it."""
     return _begun.pop() if _begun else None
+
+
+def follow_parent() -> None:
+    """This process is killed when the one that began it ends, and not by a Ctrl-C for all of a group."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _key(shape: str) -> str:

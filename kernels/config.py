@@ -13,6 +13,7 @@ def cache_folder() -> Path:
 
 def triton_cache_folder() -> Path:
     """Where Triton keeps what it compiles, by its own rules."""
-    chosen = os.environ.get("TRITON_CACHE_DIR")
-    home = os.environ.get("TRITON_HOME") or Path("~").expanduser()
-    return Path(chosen) if chosen else Path(home) / ".triton" / "cache"
+    if chosen := os.environ.get("TRITON_CACHE_DIR"):
+        return Path(chosen)
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    return Path(home) / ".triton" / "cache"

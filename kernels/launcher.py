@@ -70,7 +70,7 @@ def launch(
         is_kept = isinstance(result, CompiledKernel) and not _state["is_compiling"]
         if is_kept and len(_compiled) < MAX_COMPILED:
             _compiled[key] = result
-        if _state["is_compiling"]:
+        if _state["is_compiling"] and result is not None:  # None: Triton's interpreter has run it
             _asked.add(key)
         return
     x, y, z = (*grid, 1, 1)[:3]

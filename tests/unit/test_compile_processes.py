@@ -1,9 +1,12 @@
 """Processes that compile kernels: begun where nothing is compiled yet, and none is left over."""
 
 import os
+import re
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,7 +98,7 @@ def test_kernels_come_from_the_processes_and_these_end(tmp_path: Path) -> None:
         print(hits)
         """,
         tmp_path,
-    ) == ["[True, True, True] ['double', 'double', 'double'] -9 True", "[True, True, True, False]"]
+    ) == ["[True, True, True] ['double', 'double', 'double'] 0 True", "[True, True, True, False]"]
 
 
 def test_what_a_process_cannot_compile_is_tried_here_and_says_why(tmp_path: Path) -> None:
@@ -113,7 +116,7 @@ def test_what_a_process_cannot_compile_is_tried_here_and_says_why(tmp_path: Path
     )
     assert "event=compiled_here kernels=1 first='broken: " in printed[0]
     assert "never so small" in printed[0]
-    assert printed[-3:] == ["here: True", "ended -9", "marked False"]
+    assert printed[-3:] == ["here: True", "ended 0", "marked False"]
 
 
 def test_processes_that_die_are_done_without(tmp_path: Path) -> None:
@@ -217,6 +220,60 @@ def test_none_is_begun_twice(cache: Path) -> None:
     assert take_begun() is None
     processes.close()
     processes.close()
+
+
+ADOPTING = """
+import ctypes, os, sys
+sys.path[:] = {path!r}
+PR_SET_CHILD_SUBREAPER = 36
+assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
+from kernels.compile_processes import CompileProcesses
+processes = CompileProcesses([], 3)
+for connection in processes._connections:
+    connection.send(())
+    connection.recv()
+processes.close()
+print(processes._process.returncode)
+try:
+    print(os.waitpid(-1, os.WNOHANG))
+except ChildProcessError:
+    print("none left")
+"""
+
+
+def test_process_1_of_a_container_is_left_none_to_wait_for() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ADOPTING.format(path=sys.path)], capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.split("\n") == ["0", "none left", ""], done.stderr
+
+
+def test_a_terminals_interrupt_is_not_theirs() -> None:
+    """While they import, too: a worker that is interrupted ends them."""
+    with CompileProcesses([], 1) as processes:
+        deadline = time.monotonic() + 200
+        status = Path(f"/proc/{processes._process.pid}/status")
+        while not int(re.findall(r"SigIgn:\s*(\w+)", status.read_text())[0], 16) & 1 << (signal.SIGINT - 1):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        processes._process.send_signal(signal.SIGINT)
+        processes._connections[0].send(())
+        assert "TypeError" in processes._connections[0].recv()
+
+
+def test_a_cache_that_may_not_be_searched_is_left_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    assert not began("a")
+
+
+def test_a_user_without_a_home_has_a_cache_where_triton_looks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert str(triton_cache_folder()) == "~/.triton/cache"
 
 
 def test_closing_ends_them_while_they_still_import(tmp_path: Path) -> None:
