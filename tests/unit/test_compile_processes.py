@@ -68,6 +68,7 @@ driver.set_active(Driver())
 hits = []
 from triton import knobs
 knobs.compilation.listener = lambda *, src, metadata, metadata_group, times, cache_hit: hits.append(cache_hit)
+compile_processes.END_SECONDS = 60
 processes = CompileProcesses(["some_kernels"], 2, mark=pathlib.Path(os.environ["TRITON_CACHE_DIR"]) / "mark")
 compile_processes._begun.append(processes)
 """
@@ -154,7 +155,7 @@ def test_a_process_that_hangs_is_given_up_and_ended(tmp_path: Path) -> None:
         children = Path(f"{server}/task/{server[6:]}/children").read_text().split()
         for child in children:
             os.kill(int(child), signal.SIGSTOP)
-        compile_processes.ANSWER_SECONDS = 0.1
+        compile_processes.ANSWER_SECONDS = compile_processes.END_SECONDS = 0.1
         with compiling(torch.device("cpu")):
             launch(double, (1,), (torch.zeros(64), 64), (16,), num_warps=1)
         print(hits, len(children), processes._process.returncode)
@@ -227,8 +228,9 @@ import ctypes, os, sys
 sys.path[:] = {path!r}
 PR_SET_CHILD_SUBREAPER = 36
 assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
-from kernels.compile_processes import CompileProcesses
-processes = CompileProcesses([], 3)
+from kernels import compile_processes
+compile_processes.END_SECONDS = 60
+processes = compile_processes.CompileProcesses([], 3)
 for connection in processes._connections:
     connection.send(())
     connection.recv()
