@@ -8,6 +8,8 @@ from typing import Any
 
 import grpc
 
+from service.writing import write
+
 Behaviour = Callable[[Any, Any], Any]  # (request or request iterator, context): coroutine or async generator
 Around = Callable[[Behaviour, Any, Any], Awaitable[Any]]  # runs the behaviour; its result is the response
 
@@ -71,7 +73,7 @@ def _written(inner: Behaviour) -> Behaviour:
         outcome = inner(request, context)
         if hasattr(outcome, "__aiter__"):
             async for response in outcome:
-                await context.write(response)
+                await write(context, response)
         else:
             await outcome
 

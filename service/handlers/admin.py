@@ -21,6 +21,7 @@ from service.handlers.backstage import Backstage
 from service.handlers.pins import Pinner
 from service.handlers.validate import seconds
 from service.request import AbortReason
+from service.writing import write
 
 COMMAND_SECONDS = 10.0
 MAX_COMMAND_SECONDS = 60.0  # of those that compute; the worker keeps no call longer
@@ -160,7 +161,7 @@ class AdminServicer(server_pb2_grpc.AdminServiceServicer):
                     wanted.first_byte = piece.first_byte + len(piece.data)
                     if not piece.data and not is_first:
                         raise errors.profile_not_found(wanted.file_name)
-                    await context.write(piece)
+                    await write(context, piece)
                     is_first = False
 
     async def StartRecording(
@@ -201,7 +202,7 @@ class AdminServicer(server_pb2_grpc.AdminServiceServicer):
                         piece.ClearField("recording")
                     wanted.first_byte = piece.first_byte + len(piece.data)
                     if piece.data or is_first:
-                        await context.write(piece)
+                        await write(context, piece)
                     elif wanted.first_byte < end:
                         raise errors.recording_not_found(wanted.recording_id)
                     is_first = False

@@ -33,6 +33,7 @@ from service.handlers.convert import to_duration, to_timestamp
 from service.handlers.validate import Violations, seconds
 from service.handlers.watch import PAGES_PER_PART, MapWatcher, WatchOptions
 from service.request import Call, current_call
+from service.writing import write
 
 MAX_EVENTS = 100
 MAX_ROWS = 64
@@ -152,7 +153,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                 record = kept.mirror.sequences.by_owner(row.owner)
                 if not viewer.is_admin and (record is None or not viewer.may_name(record)):
                     row.request_id = ""
-                await context.write(row)
+                await write(context, row)
 
     # -- sequences -----------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from service.handlers.run import GenerationRun
 from service.handlers.spans import ending_of
 from service.handlers.verdicts import outcome_of
 from service.request import AbortReason, Output, Request, Scores, current_call
+from service.writing import write
 
 REQUEST_ID_KEY = "x-request-id"
 QUEUE_UPDATE_SECONDS = 1.0
@@ -361,7 +362,7 @@ class _Stream:
         """One message; the time that a reader stalls it is counted, also when it never ends."""
         began = monotonic()
         try:
-            await self._context.write(message)
+            await write(self._context, message)
         finally:
             self._run.account.written(monotonic() - began)
 

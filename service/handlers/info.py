@@ -12,6 +12,7 @@ from service.handlers.backstage import Backstage
 from service.handlers.convert import to_duration, to_timestamp
 from service.handlers.validate import MAX_LOGPROBS, MAX_SAMPLES, Violations, seconds
 from service.server_options import MAX_MESSAGE_BYTES
+from service.writing import write
 
 MIN_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS, DEFAULT_INTERVAL_SECONDS = 0.1, 60.0, 1.0
 
@@ -61,7 +62,7 @@ class InfoServicer(server_pb2_grpc.ServerServiceServicer):
             raise errors.watch_limit(self._backstage.config.max_watches)
         try:
             while True:
-                await context.write(pb.WatchLoadResponse(load=self._load()))
+                await write(context, pb.WatchLoadResponse(load=self._load()))
                 if await self._drains_within(interval):
                     raise errors.draining()
         finally:

@@ -19,6 +19,7 @@ from service.handlers import cache_messages as messages
 from service.handlers.cache_messages import Viewer
 from service.handlers.convert import to_timestamp
 from service.health import HealthBoard
+from service.writing import write
 
 PAGES_PER_PART = 65_536  # 1.97 MB with all planes: a client's default limit of 4 MiB is never met
 SEQUENCES_PER_TURN = 64  # encoded before other work gets its turn: 5 us each
@@ -140,7 +141,7 @@ class MapWatcher:
     async def _write(self, message: pb.WatchPageMapResponse) -> None:
         message.violations.extend(self._kept.violations.after(self._told_violations))
         self._told_violations = self._kept.violations.total
-        await self._context.write(message)
+        await write(self._context, message)
         self._sent = self._loop.time()
 
     async def _tell_change(self) -> bool:

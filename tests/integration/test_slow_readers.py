@@ -18,6 +18,7 @@ from service.testing_worker import WorkerScript
 # Windows do not grow by probing: what a client does not read fills them after some hundred messages.
 CALL_SECONDS = 600.0  # only ends a test that hangs
 SMALL_WINDOWS = [("grpc.http2.bdp_probe", 0)]
+OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
 
 
 @pytest.fixture
@@ -79,6 +80,26 @@ def test_a_late_reader_gets_everything_in_larger_messages(patient: RunningServic
     assert max(delta.token_count for delta in deltas) == most
     assert messages[-1].WhichOneof("event") == "summary"
     assert running.value("kvatlas_stream_merges_total") >= 900 - len(deltas)
+
+
+def test_readers_that_leave_while_a_message_is_under_way_are_no_failures(
+    patient: RunningService, wait_until: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Core fails the write before it cancels the call: half of them were told and counted as bugs."""
+    running, before = patient, {}
+    for outcome in ("failed", "cancelled"):
+        before[outcome] = running.value("kvatlas_requests_total", outcome=outcome)
+    for _ in range(4):
+        with grpc.insecure_channel(running.address, [*SMALL_WINDOWS, OWN_CONNECTION]) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            calls = [stub.StreamGenerate(big_request(), timeout=120) for _ in range(15)]
+            for call in calls:
+                next(call)
+            wait_until(lambda: running.value("kvatlas_stream_queue_tokens") > 100, "readers that are late")
+    wait_until(lambda: running.is_idle, "their end")
+    assert running.value("kvatlas_requests_total", outcome="failed") == before["failed"]
+    assert running.value("kvatlas_requests_total", outcome="cancelled") == before["cancelled"] + 60
+    assert "event=bug" not in caplog.text
 
 
 @pytest.mark.slow
