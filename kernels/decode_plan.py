@@ -1,10 +1,11 @@
 """How a decode step's contexts are cut into tiles: the list on the device, and the scratch that goes with it.
 
 A *chunk* is a run of tokens of one sequence, a *tile* one chunk for one KV head. The list is made on the
-device, once per step, and read by every layer, so a CUDA graph can hold both. Chunks of one sequence are of
-equal size. With a `chunk_scale` that size is a function of the sequence's own length, so a sequence's result
-does not depend on its company, bit for bit; without one it follows the tokens of the whole batch: one *wave*
-of tiles that run all at once where the lengths allow it.
+device, once per step, and read by every layer, so a CUDA graph can hold both. With a `chunk_scale` chunks of
+a sequence are equal and a function of its own length, so its result does not depend on its company, bit for
+bit. Without one they follow the tokens of the whole batch: one *wave* of tiles that run all at once where the
+lengths allow it. Else programs take tiles from a queue, or each has a *stretch*: an equal part of the line
+that all sequences make, cut without regard to where one of them ends.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,10 @@
 """Attention of one query token per sequence over its row of the page table, split over the context.
 
 Bytes that must move: 2 * sum(kv_lens) * num_kv_heads * head_dim * itemsize, once; everything else is small.
-A program has the tile of its own number (see decode_plan.py), then takes others from a queue until none is
-left. Slots are loaded one turn ahead, so that K and V wait for no other load. Chunks of one sequence are
-merged by log-sum-exp by whichever program finishes last (Flash-Decoding, Dao et al. 2023; no second launch).
+A program has the tile of its own number and then takes others from a queue until none is left, or it has a
+stretch of tiles (see decode_plan.py). Slots are loaded one turn ahead, so that K and V wait for no other
+load. Chunks of one sequence are merged by log-sum-exp by whichever program finishes last (Flash-Decoding, Dao
+et al. 2023; no second launch).
 
 `paged_decode` finds q made and K and V stored. `paged_decode_product` takes the qkv product of a decode step:
 each tile norms and rotates its own q, and the tiles of a sequence's last chunk do so with K, store K and V of
