@@ -7,7 +7,9 @@ import mmap
 import os
 import subprocess
 import sys
+import tracemalloc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +22,7 @@ from dashboard import history as history_module
 from dashboard.blocks import BLOCK_BYTES, Blocks
 from dashboard.demo_pool import GHOSTS_PER_PAGE, DemoPool
 from dashboard.frames import Columns
-from dashboard.ghosts import Ghosts
+from dashboard.ghosts import Ghost, Ghosts
 from dashboard.history import KEY_FRAME_MS, History
 from dashboard.live_map import RECENT_MESSAGES, LiveMap
 from kvatlas.v1 import cache_pb2 as pb
@@ -250,6 +252,54 @@ def test_the_collector_has_no_work_with_ghosts() -> None:
     gc.collect()
     assert len(ghosts) == 5000
     assert len(gc.get_objects()) - before < 500
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 7, 64, 500])
+def test_ghosts_are_those_of_a_plain_list(limit: int) -> None:
+    """Beside the shortest way to say it; fingerprints of a few kinds, so that their places collide."""
+    random = np.random.default_rng(limit)
+    prints = [1, 2**64 - 1, *(int(each) << 40 for each in range(1, 60)), *range(2, 3 * limit + 60)]
+    ghosts, plain = Ghosts(limit), list[Ghost]()
+    for clock in range(6000):
+        fingerprint = prints[random.integers(len(prints))]
+        known = next((each for each in plain if each.fingerprint == fingerprint), None)
+        if random.random() < 0.6:
+            plain = [each for each in plain if each is not known]
+            plain.append(Ghost(fingerprint, clock, clock / 2, known.returns if known else 0, True))
+            plain = plain[-limit:] if limit else []
+            ghosts.leave(fingerprint, clock, clock / 2)
+        else:
+            if known is not None and known.is_gone:
+                back = replace(known, returns=known.returns + 1, is_gone=False)
+                plain = [back if each is known else each for each in plain]
+            ghosts.enter([fingerprint])
+        now = next((each.returns for each in plain if each.fingerprint == fingerprint), 0)
+        assert ghosts.returns_of(fingerprint) == now
+        if clock % 50 == 0:
+            assert list(ghosts.gone()) == [each for each in reversed(plain) if each.is_gone]
+            assert list(ghosts.gone(2)) == [
+                each for each in reversed(plain) if each.is_gone and each.returns >= 2
+            ]
+    assert len(ghosts) == len(plain) == min(limit, len(prints))
+
+
+def test_ghosts_that_come_and_go_ask_for_no_memory() -> None:
+    """A table that is made anew now and then is megabytes that leave and megabytes that come."""
+    ghosts = Ghosts(1000)
+    for number in range(1000):
+        ghosts.leave(number + 1, 0, 1.0)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        for number in range(1000, 20_000):
+            ghosts.leave(number + 1, 7, 2.0)
+            ghosts.enter([number - 5])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(ghosts) == 1000
+    assert peak - before < 5000
 
 
 @pytest.mark.parametrize(("wanted", "found"), [(None, "system"), ("mimalloc", "mimalloc")])
