@@ -10,13 +10,25 @@ def test_prompts_alone_halve_from_the_largest_step_down() -> None:
     assert min(sum(step.ends) for step in alone) >= SMALLEST
 
 
-def test_the_largest_and_the_smallest_step_also_come_with_decodes() -> None:
-    steps = warm_steps(max_step_tokens=500, max_running=4, row_width=128, dummy_row=4)
+def test_the_largest_step_comes_with_all_decodes_and_the_smallest_with_some_and_with_one() -> None:
+    """Attention of few decodes beside prompts has kernels that no other step has."""
+    steps = warm_steps(max_step_tokens=500, max_running=300, row_width=128, dummy_row=300)
     mixed = [step for step in steps if step.num_decode]
-    assert [(step.num_decode, sum(step.ends) - sum(step.starts)) for step in mixed] == [(4, 500), (4, 31)]
+    assert [(step.num_decode, sum(step.ends) - sum(step.starts)) for step in mixed] == [
+        (300, 500),
+        (15, 31),
+        (1, 31),
+    ]
     for step in mixed:
         lens = [end - start for start, end in zip(step.starts, step.ends, strict=True)]
         assert lens[: step.num_decode] == [1] * step.num_decode
+
+
+def test_no_step_has_more_decodes_than_rows_or_tokens() -> None:
+    steps = warm_steps(max_step_tokens=64, max_running=2, row_width=128, dummy_row=2)
+    assert [step.num_decode for step in steps if step.num_decode] == [2, 2, 1]
+    steps = warm_steps(max_step_tokens=64, max_running=90, row_width=128, dummy_row=90)
+    assert [step.num_decode for step in steps if step.num_decode] == [63, 8, 1]
 
 
 def test_the_last_step_is_a_piece_late_in_a_long_prompt() -> None:

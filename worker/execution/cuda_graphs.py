@@ -126,9 +126,12 @@ class DecodeGraphs:
             self._capture(size, with_filters=False)
 
     def run_bodies(self) -> None:
-        """Steps that meet every kernel of all sizes, and a draw with filters: for compiling it beforehand."""
+        """Steps that meet every kernel of all sizes, and draws with filters of large and of small ones, whose
+        launches are dependent: for compiling them beforehand.
+        """
         sizes = kernel_sizes(self.sizes)
-        for size, with_filters in [(sizes[0], True), *((size, False) for size in sizes)]:
+        filtered = [(size, True) for size in dict.fromkeys((sizes[0], sizes[-1]))]
+        for size, with_filters in filtered + [(size, False) for size in sizes]:
             with self._buffers.next() as buffer:
                 self._send(buffer, [], [], size)
                 self.body(size, with_filters)

@@ -118,11 +118,7 @@ class CudaRunner(TorchRunner):
         if self._attention.name == "triton":  # a library's kernels would run, on what ours did not compute
             asking = log_phase(log, "ask_for_kernels")  # the compilers begin at its end
             with log_phase(log, "compile"), compiling(self._device), asking, self._fused.shallow():
-                self.graphs.run_bodies()
-                self.prompt_steps.run_bodies()
-                for step in steps:
-                    self._run_dummies(step)
-                self._draw_dummies()
+                self._run_every_kernel(steps)
         if capture:
             with log_phase(log, "capture"):
                 self.graphs.capture_all()
@@ -135,6 +131,14 @@ class CudaRunner(TorchRunner):
             self._draw_dummies()
             self.token_pool.ids[config.max_running] = 0  # the dummy row feeds token 0
             torch.cuda.synchronize()
+
+    def _run_every_kernel(self, steps: Sequence[Step]) -> None:
+        """Launches all that requests can need, but for those that only special rows need."""
+        self.graphs.run_bodies()
+        self.prompt_steps.run_bodies()
+        for step in steps:
+            self._run_dummies(step)
+        self._draw_dummies()
 
     def _run_dummies(self, step: Step) -> None:
         """An eager step without its results; its rows are the dummy row."""

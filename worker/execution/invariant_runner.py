@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.sample import sample
 from worker.execution.constraint_masks import StepMasks
 from worker.execution.cuda_runner import CudaRunner
 from worker.execution.logprobs import LogprobTensors
@@ -56,13 +55,11 @@ class InvariantRunner(CudaRunner):
         here = slice(index, index + 1)
         if not self._is_plain(rows[here]):
             return self._sampler.sample(logits[here], rows[here], ends[here], masks)
-        ids, is_finite = sample(
+        # Copies, and the token pool: else the kernel of unaligned rows, or without a pool, is compiled here.
+        ids, is_finite = self._draw(
+            there[0][here].clone(),
+            there[1][here].clone(),
             logits[here],
-            there[0][here],
-            there[1][here],
-            self._columns,
-            self._scratch,
-            self._config.vocab_size,
             with_filters=bool(np.any(self._has_filters[rows[here]])),
         )
         return Sampled(ids.long(), is_finite.clone(), [], [], None)

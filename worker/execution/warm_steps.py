@@ -15,17 +15,25 @@ DECODE_CONTEXT = 640  # more than one chunk of decode attention
 
 
 def warm_steps(*, max_step_tokens: int, max_running: int, row_width: int, dummy_row: int) -> list[Step]:
-    """Prompts alone, prompts beside decodes, from the largest step down; last a piece late in a prompt."""
+    """Prompts alone, prompts beside many decodes and beside one, large steps first; last a late piece."""
     sizes = list(_halves(max_step_tokens))
     steps = [_step(_prompts(size, row_width), dummy_row, 0, max_running) for size in sizes]
-    for size in dict.fromkeys(sizes[:1] + sizes[-1:]):
-        num_decode = min(max_running, size // 2)
+    for size, num_decode in _beside_prompts(sizes, max_running):
         context = min(DECODE_CONTEXT, row_width)
         spans = [(context - 1, context)] * num_decode + _prompts(size - num_decode, row_width)
         steps.append(_step(spans, dummy_row, num_decode, max_running))
     if sizes:
         steps.append(_step([_late_piece(row_width)], dummy_row, 0, max_running))
     return steps
+
+
+def _beside_prompts(sizes: list[int], max_running: int) -> Iterator[tuple[int, int]]:
+    """Tokens of steps that mix, and how many are decodes: all that run, so that buffers have their size, then
+    some, then one. Attention of few decodes has kernels of its own, and beside prompts others than in graphs.
+    """
+    if sizes:
+        counts = ((sizes[0], sizes[0] - 1), (sizes[-1], sizes[-1] // 2), (sizes[-1], 1))
+        yield from dict.fromkeys((size, min(max_running, count)) for size, count in counts)
 
 
 def _late_piece(row_width: int) -> tuple[int, int]:
