@@ -342,6 +342,8 @@ class WorkerProcess:
                 runner = plant(self.config.debug_faults, self._scheduler, runner)
             with log_phase(logger, "settle"):
                 settle_interpreter()
+            if (watch_compilers := getattr(runner, "watch_compilers", None)) is not None:
+                watch_compilers()
             if (masks := getattr(runner, "constraint_masks", None)) is not None:
                 masks.on_masks = self.observer.constraints.masks
             engine = Engine(

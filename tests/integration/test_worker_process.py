@@ -656,3 +656,27 @@ def test_the_environment_of_a_worker_is_read_once(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "KVATLAS_WORKER_PAGE_SIZES" in done.stderr
+
+
+class WatchingDevice(FakeDevice):
+    """Its runner notes when it is told that the start is over, among its steps."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def build(self, config: WorkerConfig) -> Runner:
+        runner: Any = super().build(config)
+        launch = runner.launch
+        runner.launch = lambda step: (self.told.append("step"), launch(step))[1]
+        runner.watch_compilers = lambda: self.told.append("watch")
+        return runner
+
+
+def test_a_runner_watches_for_late_kernels_behind_its_first_steps(tmp_path: Path) -> None:
+    device = WatchingDevice()
+    running = Running(config_in(tmp_path), device)
+    try:
+        running.ready_service()
+        assert device.told == ["step", "step", "watch"]
+    finally:
+        running.close()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.backend import GraphBackend
 from kernels.compile_ahead import compiling
+from kernels.compile_watch import CompileWatch
 from kernels.sample import make_scratch, sample
 from kernels.sample_columns import SampleRow, make_columns, write_rows
 from worker.execution.constraint_masks import StepMasks
@@ -62,6 +63,7 @@ class CudaRunner(TorchRunner):
         with log_phase(log, "pool"):
             super().__init__(model, backend, config, device)
         self._fused = FusedModel(model)
+        self._late = CompileWatch()
         self._attention = backend
         self._columns = make_columns(config.max_running + 1, device)
         self._scratch = make_scratch(config.max_running, config.vocab_size, device)
@@ -216,8 +218,14 @@ class CudaRunner(TorchRunner):
         """One token per row by the plain sampler; `there`: rows and ends on the device."""
         return self._sampler.sample(logits, rows, ends, masks)
 
+    def watch_compilers(self) -> None:
+        """The start is over: from now on the log tells of every kernel that was not there."""
+        self._late.begin()
+
     def close(self) -> None:
         """Lets go of the graphs, the model and the pool; the runner is of no use afterwards."""
+        if "_late" in self.__dict__:
+            self._late.end()
         if "graphs" in self.__dict__:
             self.graphs.close()
             self.prompt_steps.close()

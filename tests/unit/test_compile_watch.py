@@ -1,0 +1,162 @@
+"""Kernels compiled after the start: a line for each, for a while."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+
+import torch
+from triton import knobs
+
+from kernels.compile_watch import MAX_LINES, CompileWatch
+from kernels.triton_backend import TritonBackend
+from worker.execution.cuda_runner import CudaRunner
+from worker.execution.torch_runner import RunnerConfig
+from worker.model.toy import toy_config, toy_model
+
+LINE = r"event=kernel_compiled_late kernel=(\w+) seconds=(\d+\.\d{3}) cached=(yes|no)( more=untold)?"
+# Triton for a GPU that is not there: it compiles for real; loading a kernel only notes it.
+PROGRAM = """
+import logging, sys
+import torch, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from kernels.compile_watch import CompileWatch
+from kernels.launcher import launch
+from some_kernels import double
+
+logging.basicConfig(level="WARNING", stream=sys.stdout, format="%(levelname)s %(message)s")
+
+class Utils:
+    def load_binary(self, *arguments): return object(), object(), 16, 0, 1024
+    def unload_module(self, module): pass
+    def get_device_properties(self, device): return {"max_shared_mem": 232448}
+
+class Driver:
+    utils = Utils()
+    launcher_cls = staticmethod(lambda source, metadata: lambda *arguments: None)
+    def get_current_device(self): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_stream(self, device): return 0
+
+driver.set_active(Driver())
+x = torch.zeros(65)
+
+def step(tensor, count):
+    launch(double, (1,), (tensor, count), (64,), num_warps=1)
+
+step(x, 64)
+watch = CompileWatch()
+watch.begin()
+step(x, 48)        # the kernel of the start
+step(x, 63)        # another: no multiple of 16
+double[1,](x[1:], 48, 64, num_warps=1)  # another: not aligned
+watch.end()
+step(x[1:], 63)    # and another, of which nobody wants to know
+"""
+KERNELS = """
+import triton, triton.language as tl
+
+@triton.jit
+def double(x, n, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(x + at, 2 * tl.load(x + at, at < n), at < n)
+"""
+
+
+@pytest.fixture(autouse=True)
+def listener_as_it_was() -> Iterator[None]:
+    before = knobs.compilation.listener
+    yield
+    knobs.compilation.listener = before
+
+
+def compiled(name: str) -> None:
+    """What Triton says of a kernel."""
+    knobs.compilation.listener(
+        src=SimpleNamespace(name=name),
+        metadata={},
+        metadata_group={},
+        times=SimpleNamespace(total=206_000),
+        cache_hit=False,
+    )
+
+
+def test_a_kernel_that_the_start_did_not_have_is_told_with_its_seconds(tmp_path: Path) -> None:
+    """Launched by the launcher or by Triton itself; one that is there is not."""
+    (tmp_path / "some_kernels.py").write_text(textwrap.dedent(KERNELS))
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]),
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert run.returncode == 0, run.stderr
+    found = [re.fullmatch("WARNING " + LINE, line) for line in run.stdout.splitlines()]
+    assert [match and match[1] for match in found] == ["double", "double"], run.stdout
+    assert all(match and float(match[2]) > 0 and match[3] == "no" for match in found), run.stdout
+
+
+def test_a_fault_that_repeats_is_told_so_often_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    watch = CompileWatch()
+    watch.begin()
+    watch.begin()  # once is enough: each kernel has one line
+    with caplog.at_level(logging.WARNING):
+        for number in range(MAX_LINES + 20):
+            compiled(f"kernel_{number}")
+    watch.end()
+    matches = [re.fullmatch(LINE, message) for message in caplog.messages]
+    assert [match and match[1] for match in matches] == [f"kernel_{i}" for i in range(MAX_LINES)]
+    assert {match and match[2] for match in matches} == {"0.206"}
+    assert [bool(match and match[4]) for match in matches] == [False] * (MAX_LINES - 1) + [True]
+
+
+def test_who_listened_before_hears_meanwhile_and_afterwards(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[str] = []
+    knobs.compilation.listener = lambda *, src, **others: heard.append(src.name)
+    first, second = CompileWatch(), CompileWatch()
+    first.begin()
+    second.begin()
+    first.end()  # not the one that was begun last
+    with caplog.at_level(logging.WARNING):
+        compiled("one")
+        second.end()
+        compiled("two")
+    assert heard == ["one", "two"]
+    assert len(caplog.messages) == 1, "the second watch was on for the first kernel"
+
+
+def test_a_runner_watches_from_the_end_of_the_start_until_it_is_closed() -> None:
+    config = toy_config()
+    backend = TritonBackend(config.num_heads, config.num_kv_heads, config.head_dim, 64)
+    sizes = RunnerConfig(
+        max_running=2,
+        max_context=64,
+        num_pages=8,
+        page_size=8,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        attention_scale=config.attention_scale,
+    )
+    before = knobs.compilation.listener
+    runner = CudaRunner(toy_model(config), backend, sizes, torch.device("cpu"))
+    assert knobs.compilation.listener is before, "kernels of the start are nobody's fault"
+    runner.watch_compilers()
+    assert knobs.compilation.listener is not before
+    runner.close()
+    assert knobs.compilation.listener is before
+    runner.close()
