@@ -10,6 +10,7 @@ from kvatlas.revision import archive_revision, checkout_revision, source_revisio
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "protos/kvatlas/revision.py"
+PACKAGE = "protos/kvatlas/__init__.py"  # without it an installed package of this name goes first
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -23,7 +24,7 @@ def checkout(tmp_path: Path) -> Path:
     """A repository with one commit that holds the module under test."""
     folder = tmp_path / "checkout"
     git(tmp_path, "init", "-q", str(folder))
-    for name in (MODULE, ".gitattributes"):
+    for name in (MODULE, PACKAGE, ".gitattributes"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((ROOT / name).read_bytes())
     git(folder, "add", ".")
