@@ -61,7 +61,7 @@ def _answer(connection: Any) -> None:
         try:
             compile_one(*request)
             connection.send("")
-        except Exception:
+        except Exception:  # whatever the compiler met is told; the worker then compiles it itself
             connection.send(traceback.format_exc())
 
 
