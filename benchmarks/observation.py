@@ -52,6 +52,7 @@ def workload(
 ) -> tuple[dict[str, object], str]:
     """A workload on a device, each run from an empty cache after one that warms up; and the device's name."""
     # Here and not above: the rest needs no torch.
+    from benchmarks.launch_marks import cuda_mark, host_mark
     from benchmarks.offline import PEAK_SEQUENCES, Engine
     from worker.config import WorkerConfig
 
@@ -68,8 +69,9 @@ def workload(
     requests = named(name).within(id_limit(model))
 
     def run(observed: bool) -> Run:
+        mark = cuda_mark() if device == "cuda" else host_mark
         return on_workload(
-            engine.scheduler(), engine.runner, requests, observed=observed, overlap=engine.overlap
+            engine.scheduler(), engine.runner, requests, mark, observed=observed, overlap=engine.overlap
         )
 
     try:

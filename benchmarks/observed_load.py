@@ -1,11 +1,14 @@
 """Observation on against off, in turns, in one run: under constant load, and on a published workload.
 
-Constant load: a runner that answers at once or after a fixed time (a device on which the host waits without
-holding the interpreter), or the CPU engine; what ends is replaced. Workload: offline256 on a device.
+Constant load: a device whose steps take a fixed time, or the CPU engine; what ends is replaced. Workload:
+offline256 on a device. The interpreter is set up as a worker's: how soon a thread gives it up, and what the
+collector need not walk.
 """
 
+import gc
 import math
 import statistics
+import sys
 import threading
 import time
 from array import array
@@ -14,78 +17,25 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import cast
 
-import numpy as np
-
+from benchmarks.fixed_device import FixedDevice
+from benchmarks.launch_marks import Mark, MarkedRunner, StepTimes
 from benchmarks.observed_loop import Loop, Run
 from benchmarks.workloads import TEMPERATURE, Workload
-from worker.execution.fake_runner import CopiedRows
+from worker.__main__ import SWITCH_SECONDS
 from worker.execution.runner import Runner
 from worker.ids import SequenceId
 from worker.pages.page_cache import CacheConfig
-from worker.scheduling.audit import RowSpan
 from worker.scheduling.request import RequestSpec
 from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.settings import SchedulerConfig
-from worker.scheduling.step import Step, StepResult
 
 PAGE_SIZE = 16
 CONTEXT = 4096
 PROMPT = 512
 MAX_TOKENS = 96
 WORKLOAD_SECONDS = 300.0  # after which a run of a workload counts as hung
-
-
-class Done:
-    """A step whose result is there after a time."""
-
-    is_replayed = False
-
-    def __init__(self, step: Step, ready: float) -> None:
-        self._step = step
-        self._ready = ready
-
-    def is_ready(self) -> bool:
-        """Whether the time is over."""
-        return time.perf_counter() >= self._ready
-
-    def result(self) -> StepResult:
-        """Waits as for a device: without the interpreter."""
-        if (left := self._ready - time.perf_counter()) > 0:
-            time.sleep(left)
-        return StepResult([7] * len(self._step.sampled))
-
-
-class InstantRunner:
-    """No model: every token is 7. Keeps the page table, by page, for the audit."""
-
-    def __init__(self, step_seconds: float, max_running: int) -> None:
-        self._step_seconds = step_seconds
-        self._pages = np.zeros((max_running + 1, CONTEXT // PAGE_SIZE), dtype=np.int32)
-
-    def launch(self, step: Step) -> Done:
-        """Ready after the fixed time."""
-        if step.new_page_ids:
-            rows, indexes, ids = step.new_page_rows, step.new_page_indexes, step.new_page_ids
-            self._pages[np.asarray(rows), np.asarray(indexes)] = np.asarray(ids)
-        return Done(step, time.perf_counter() + self._step_seconds)
-
-    def read_rows(self, rows: list[int], num_slots: list[int]) -> list[list[int]]:
-        """Slots of rows."""
-        offsets = np.arange(PAGE_SIZE, dtype=np.int32)
-        slots = (self._pages[rows][:, :, None] * PAGE_SIZE + offsets).reshape(len(rows), -1)
-        return [row[:count].tolist() for row, count in zip(slots, num_slots, strict=True)]
-
-    def begin_read(self, spans: Sequence[RowSpan]) -> CopiedRows:
-        """Parts of rows, copied at once."""
-        lengths = [span.first + len(span.slots) for span in spans]
-        whole = self.read_rows([span.row for span in spans], lengths)
-        return CopiedRows([row[span.first :] for row, span in zip(whole, spans, strict=True)])
-
-    def close(self) -> None:
-        """Nothing to free."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +74,7 @@ def under_load(setting: Setting, observed: bool, runner: Runner | None) -> Run:
         max_step_tokens=8192,
         max_context_tokens=CONTEXT,
     )
-    instant = InstantRunner(setting.step_ms / 1000, setting.sequences)
+    scripted = FixedDevice(setting.step_ms / 1000, setting.sequences, context=CONTEXT, page_size=PAGE_SIZE)
     numbers = count(1)
 
     def add() -> None:
@@ -135,7 +85,7 @@ def under_load(setting: Setting, observed: bool, runner: Runner | None) -> Run:
     with TemporaryDirectory() as folder:
         loop = Loop(
             Scheduler(config),
-            runner or cast(Runner, instant),
+            runner or scripted,
             Path(folder),
             observed=observed,
             overlap=setting.step_ms > 0,
@@ -152,9 +102,10 @@ def under_load(setting: Setting, observed: bool, runner: Runner | None) -> Run:
 
 
 def on_workload(
-    scheduler: Scheduler, runner: Runner, workload: Workload, *, observed: bool, overlap: bool
+    scheduler: Scheduler, runner: Runner, workload: Workload, mark: Mark, *, observed: bool, overlap: bool
 ) -> Run:
     """All requests at once, to the last end; a fresh scheduler, so nothing is cached."""
+    marked = MarkedRunner(runner, mark)
     left, is_done = len(workload.prompts), threading.Event()
 
     def ended() -> None:
@@ -164,7 +115,7 @@ def on_workload(
             is_done.set()
 
     with TemporaryDirectory() as folder:
-        loop = Loop(scheduler, runner, Path(folder), observed=observed, overlap=overlap, on_end=ended)
+        loop = Loop(scheduler, marked, Path(folder), observed=observed, overlap=overlap, on_end=ended)
         with loop.running():
             first = loop.marks()
             requests = zip(workload.prompts, workload.output_tokens, strict=True)
@@ -178,38 +129,79 @@ def on_workload(
             last = loop.marks()
         assert last.tokens == sum(workload.output_tokens), f"{last.tokens} tokens came"
         assert not loop.unrecorded, f"{loop.unrecorded} page events are missing in the recording"
-        return Run.between(first, last)
+        return replace(Run.between(first, last), times=marked.times())
 
 
 def in_turns(run: Callable[[bool], Run], rounds: int, deadline: float = math.inf) -> dict[str, object]:
-    """Off and on, each round beginning with the other one; ``cost``: of each round, share of tokens/s.
+    """Off and on, each round beginning with the other one: figures of both, and what on costs.
 
     ``deadline``, of the monotonic clock: no round begins that would end after it, going by the longest.
     """
-    runs: dict[bool, list[Run]] = {False: [], True: []}
+    switch_seconds = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    pairs: list[tuple[Run, Run]] = []
     longest = 0.0
-    for number in range(rounds):
-        began = time.monotonic()
-        if number and began + longest > deadline:
-            break
-        for observed in (False, True) if number % 2 == 0 else (True, False):
-            runs[observed].append(run(observed))
-        longest = max(longest, time.monotonic() - began)
-    off, on = (_median(runs[observed]) for observed in (False, True))
-    pairs = zip(runs[False], runs[True], strict=True)
+    try:
+        for number in range(rounds):
+            began = time.monotonic()
+            if number and began + longest > deadline:
+                break
+            order = (False, True) if number % 2 == 0 else (True, False)
+            found = {observed: _settled(run, observed) for observed in order}
+            pairs.append((found[False], found[True]))
+            longest = max(longest, time.monotonic() - began)
+    finally:
+        sys.setswitchinterval(switch_seconds)
+    return _compared(pairs)
+
+
+def _settled(run: Callable[[bool], Run], observed: bool) -> Run:
+    """One run, in which the collector walks nothing that was there before."""
+    gc.collect()
+    gc.freeze()
+    try:
+        return run(observed)
+    finally:
+        gc.unfreeze()
+
+
+def _compared(pairs: Sequence[tuple[Run, Run]]) -> dict[str, object]:
+    """Of runs off and on. ``cost``: of each round, the share of tokens/s that is lost. ``cost_by_idle``: the
+    share of its time that the device waited longer for the host than without; it lacks what observation
+    makes the device slower by, and has none of the noise of a device's clock.
+    """
+    off, on = (_median([pair[which] for pair in pairs]) for which in (0, 1))
     costs = [1 - seen.tokens_per_second / unseen.tokens_per_second for unseen, seen in pairs]
+    idle = [(seen.times.idle - unseen.times.idle) / unseen.seconds for unseen, seen in pairs]
     return {
         "rounds": len(costs),
         "tokens_per_second_off": round(off.tokens_per_second),
         "tokens_per_second_on": round(on.tokens_per_second),
+        "cost_mean": round(statistics.mean(costs), 4),
         "cost_median": round(statistics.median(costs), 4),
         "cost_standard_error": round(_standard_error(costs), 4),
         "cost_of_each_round": [round(cost, 4) for cost in costs],
+        "cost_by_idle_mean": round(statistics.mean(idle), 5),
+        "cost_by_idle_standard_error": round(_standard_error(idle), 5),
+        "cost_by_idle_of_each_round": [round(cost, 5) for cost in idle],
+        "device_off": _rounded(off.times),
+        "device_on": _rounded(on.times),
         "engine_cpu_us_per_step_off": round(off.engine_seconds_per_step * 1e6, 1),
         "engine_cpu_us_per_step_on": round(on.engine_seconds_per_step * 1e6, 1),
         "engine_look_share": round(on.look_share, 4),
         "observer_cpu_share": round(on.observer_share, 4),
-        "unrecorded_events": sum(run.unrecorded for run in runs[True]),
+        "unrecorded_events": sum(seen.unrecorded for _, seen in pairs),
+    }
+
+
+def _rounded(times: StepTimes) -> dict[str, float]:
+    """Medians over runs, in milliseconds."""
+    return {
+        "idle_ms": round(times.idle * 1e3, 2),
+        "late_steps": times.late_steps,
+        "turn_ms_p50": round(times.turn_p50 * 1e3, 3),
+        "turn_ms_p99": round(times.turn_p99 * 1e3, 3),
+        "turn_ms_max": round(times.turn_max * 1e3, 3),
     }
 
 
@@ -224,9 +216,22 @@ def _standard_error(values: Sequence[float]) -> float:
 
 
 def _median(runs: Sequence[Run]) -> Run:
+    """Each figure's own median."""
+
+    def of(figure: Callable[[Run], float]) -> float:
+        return statistics.median(map(figure, runs))
+
     return Run(
-        statistics.median(run.tokens_per_second for run in runs),
-        statistics.median(run.engine_seconds_per_step for run in runs),
-        statistics.median(run.look_share for run in runs),
-        statistics.median(run.observer_share for run in runs),
+        of(lambda run: run.tokens_per_second),
+        of(lambda run: run.engine_seconds_per_step),
+        of(lambda run: run.look_share),
+        of(lambda run: run.observer_share),
+        of(lambda run: run.seconds),
+        StepTimes(
+            of(lambda run: run.times.idle),
+            round(of(lambda run: run.times.late_steps)),
+            of(lambda run: run.times.turn_p50),
+            of(lambda run: run.times.turn_p99),
+            of(lambda run: run.times.turn_max),
+        ),
     )

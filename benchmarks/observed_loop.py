@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.launch_marks import StepTimes
 from benchmarks.observed_readers import Readers, processor_seconds
 from worker.channels import CommandQueue, Handover, OutputQueue
 from worker.description import ModelDescription, PoolDescription, WorkerDescription
@@ -51,6 +52,8 @@ class Run:
     engine_seconds_per_step: float  # processor time
     look_share: float  # of the engine's processor time
     observer_share: float  # of one core
+    seconds: float
+    times: StepTimes  # of the device's steps, where they were marked
     unrecorded: int = 0  # page events that the recording lacks: its reader fell behind the ring
 
     @classmethod
@@ -62,6 +65,8 @@ class Run:
             engine / max(last.steps - first.steps, 1),
             (last.look_seconds - first.look_seconds) / engine,
             (last.observer_seconds - first.observer_seconds) / seconds,
+            seconds,
+            StepTimes.of((), ()),
         )
 
 

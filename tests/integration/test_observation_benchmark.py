@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import observation
+from benchmarks.launch_marks import StepTimes
 from benchmarks.observation_parts import table_rows
 from benchmarks.observed_load import in_turns
 from benchmarks.observed_loop import Run
@@ -36,11 +37,14 @@ def test_no_round_begins_after_the_deadline() -> None:
 
     def run(observed: bool) -> Run:
         seen.append(observed)
-        return Run(100.0 - observed, 1e-3, 0.01, 0.02)
+        return Run(
+            100.0 - observed, 1e-3, 0.01, 0.02, 2.0, StepTimes(0.1 + 0.02 * observed, 3, 0.0, 0.0, 0.0)
+        )
 
     found = in_turns(run, rounds=4, deadline=0.0)  # long past: one round is measured all the same
     assert (found["rounds"], seen) == (1, [False, True])
     assert (found["cost_median"], found["cost_standard_error"]) == (0.01, 0.0)
+    assert (found["cost_by_idle_mean"], found["device_off"]["idle_ms"]) == (0.01, 100.0)
     assert in_turns(run, rounds=3)["rounds"] == 3
     assert seen[2:] == [False, True, True, False, False, True]
 
