@@ -16,6 +16,7 @@ from kvatlas.models.errors import ModelError
 from kvatlas.models.resolve import resolve_model
 from kvatlas.models.vocabulary import tokenizer_digest
 from kvatlas.process_age import process_age
+from kvatlas.start_failures import start_reason
 from service import log
 from service.config import ConfigError, ServiceConfig, from_args, wants_print
 from service.request import current_call, trace_id_of
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(config, tokenizer, digest))
     except (ConfigError, ModelError, ListenError, ValueError) as error:
-        logger.error('event=start_failed why="%s"', error)
+        logger.error("event=start_failed reason=%s why=%r", start_reason(error), str(error))
         return START_STATUS
     return 0
 

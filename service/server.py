@@ -82,6 +82,8 @@ log = logging.getLogger("service.server")
 class ListenError(Exception):
     """An address cannot be listened on; the text is for the user."""
 
+    reason = "ADDRESS_UNUSABLE"
+
 
 class Service:
     """One service process. Made on the event loop; start(), then drain() once, ends everything."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from kernels.compile_processes import begin_if_cold
 from kvatlas.models.errors import ModelError
 from kvatlas.process_age import process_age
+from kvatlas.start_failures import start_reason
 from worker import head_start, log
 from worker.config import ConfigError, WorkerConfig, from_args, wants_print
 from worker.link.addresses import AddressError
@@ -92,7 +93,7 @@ def _run(config: WorkerConfig) -> int:
             signals.worker = worker
             return 0 if signals.came else worker.run()
     except (ConfigError, ModelError, AddressError, OSError) as error:
-        log.log_event(logger, logging.ERROR, "start_failed", why=error)
+        log.log_event(logger, logging.ERROR, "start_failed", reason=start_reason(error), why=error)
         return START_STATUS
 
 

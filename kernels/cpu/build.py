@@ -47,7 +47,7 @@ def build(into: Path | None = None, *, architecture: str = "native") -> Path | N
     """
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
-        log.warning("cpu kernels not built reason=no_compiler tried=%s", ",".join(COMPILERS))
+        log.warning("event=cpu_kernels_not_built reason=no_compiler tried=%s", ",".join(COMPILERS))
         return None
     folder = into or default_cache_folder()
     library = folder / f"cpu-{_key(compiler, architecture)}.so"
@@ -66,9 +66,9 @@ def _build(compiler: str, architecture: str, library: Path) -> Path | None:
         error = _compile(compiler, flags, library)
         if error is None:
             seconds = time.monotonic() - began
-            log.info("cpu kernels built seconds=%.1f compiler=%s path=%s", seconds, compiler, library)
+            log.info("event=cpu_kernels_built seconds=%.1f compiler=%s path=%s", seconds, compiler, library)
             return library
-    log.warning("cpu kernels not built reason=compiler_failed compiler=%s error=%s", compiler, error)
+    log.warning("event=cpu_kernels_not_built reason=compiler_failed compiler=%s why=%r", compiler, error)
     return None
 
 

@@ -350,11 +350,11 @@ def cpu_library(cache_folder: Path | None = None) -> CpuLibrary | None:
     try:
         library = CpuLibrary(path)
     except (OSError, AttributeError) as error:
-        log.warning("cpu kernels not loaded path=%s error=%s", path, error)
+        log.warning("event=cpu_kernels_not_loaded path=%s why=%r", path, str(error))
         return None
     library.use_torch_threads()
     log.info(
-        "cpu kernels loaded path=%s threads=%d integer_products=%s",
+        "event=cpu_kernels_loaded path=%s threads=%d integer_products=%s",
         path,
         torch.get_num_threads(),
         library.multiplies_integers,

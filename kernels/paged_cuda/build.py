@@ -74,7 +74,8 @@ def build(
         _compile(compiler, shape, architecture, library)
     except OSError as error:
         raise BuildError(f"paged_cuda cannot be built in {folder}: {error}") from error
-    log.info("paged_cuda built seconds=%.1f shape=%s path=%s", time.monotonic() - began, shape, library)
+    seconds = time.monotonic() - began
+    log.info("event=paged_cuda_built seconds=%.1f shape=%r path=%s", seconds, str(shape), library)
     return library
 
 

@@ -28,6 +28,8 @@ LARGEST = 2.0**63  # beyond it no setting means anything, and much of what takes
 class ConfigError(Exception):
     """A setting that does not exist or is out of its range; the text is for the user."""
 
+    reason = "INVALID_SETTING"
+
 
 class OneLineParser(argparse.ArgumentParser):
     """Says in one line what is wrong, and what may have been meant; --help has the rest."""

@@ -42,10 +42,10 @@ say(f"up {os.getpid()} {os.getppid()} {os.getsid(0) == os.getpid()}")
 print("hello", flush=True)
 while True: time.sleep(60)
 '''
-def spec(name, mode, seconds):
-    return ChildSpec(name, [sys.executable, "-c", child, name, str(folder), mode], seconds)
+def spec(name, mode, seconds, **more):
+    return ChildSpec(name, [sys.executable, "-c", child, name, str(folder), mode], seconds, **more)
 supervisor = Supervisor(
-    [spec("first", sys.argv[2], 1.0), spec("second", sys.argv[3], 5.0)],
+    [spec("first", sys.argv[2], 1.0, ends_all=True), spec("second", sys.argv[3], 5.0)],
     RestartPolicy(2, first_delay_seconds=0.01),
     environment={}, clock=time.monotonic, log=print_log)
 supervisor.install_signals()
@@ -146,6 +146,20 @@ def test_a_killed_child_is_started_again_and_the_other_stays(start: Callable[...
     code, text = run.end()
     assert (code, len(run.pids("first"))) == (0, 1)
     assert "second ended (signal KILL); again in 0.01 s" in text
+
+
+def test_a_drained_service_ends_it_all_and_a_worker_that_ended_comes_back(start: Callable[..., Run]) -> None:
+    """Only an operator's drain ends a service with code 0; its restart would take the drain back."""
+    run = start()
+    run.wait_ready()
+    os.kill(run.pids("second")[0], signal.SIGTERM)
+    wait_for(lambda: len(run.pids("second")) == 2, "restart")
+    os.kill(run.pids("first")[0], signal.SIGTERM)
+    code, text = run.end()
+    assert (code, len(run.pids("first"))) == (0, 1)
+    assert "second ended (exit code 0); again in 0.01 s" in text
+    assert "first has drained and ended: ending the rest" in text
+    assert run.log()[-1] == "second term"
 
 
 def test_a_child_that_dies_again_and_again_ends_it_all(start: Callable[..., Run]) -> None:

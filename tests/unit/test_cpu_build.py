@@ -56,7 +56,7 @@ def test_of_two_builders_one_builds(
     with caplog.at_level(logging.INFO), ThreadPoolExecutor(2) as builders:
         first, second = builders.map(lambda _: building.build(tmp_path), range(2))
     assert first == second
-    assert caplog.text.count("cpu kernels built") == 1
+    assert caplog.text.count("event=cpu_kernels_built ") == 1
 
 
 def test_changed_sources_are_another_library(small_sources: Path, tmp_path: Path) -> None:

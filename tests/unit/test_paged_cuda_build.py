@@ -72,7 +72,7 @@ def test_a_library_is_built_once_and_nothing_else_is_left(
     own = folder / "once"
     with caplog.at_level(logging.INFO):
         first = build(shape, folder=own)
-    assert "paged_cuda built" in caplog.text
+    assert "event=paged_cuda_built " in caplog.text
     assert sorted(path.suffix for path in own.iterdir()) == [".log", ".so"]
 
     def refuse(*_: object) -> None:

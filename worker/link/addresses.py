@@ -19,6 +19,8 @@ MAX_MESSAGE_BYTES = 64 << 20  # libzmq alone sets no limit; ours stay below 17 M
 class AddressError(Exception):
     """An address that this worker cannot have; the text is for the user."""
 
+    reason = "ADDRESS_UNUSABLE"
+
 
 class IpcGuard:
     """Holds the paths of ipc addresses for this process; others are ignored."""

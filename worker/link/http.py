@@ -14,6 +14,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from worker.description import WorkerState
+from worker.link.addresses import AddressError
+from worker.log import log_event
 from worker.status import StatusBoard
 
 MAX_CONNECTIONS = 8
@@ -24,7 +26,7 @@ logger = logging.getLogger("worker.http")
 
 
 class StatusServer:
-    """The http thread; port 0 takes any free one."""
+    """The http thread; port 0 takes any free one. Raises AddressError where it cannot listen."""
 
     def __init__(
         self,
@@ -40,7 +42,10 @@ class StatusServer:
             "/healthz": lambda _: _health(board, clock()),
             "/readyz": lambda _: _readiness(board),
         }
-        self._server = _BoundedServer((host, port), self._pages)
+        try:
+            self._server = _BoundedServer((host, port), self._pages)
+        except OSError as error:
+            raise AddressError(f"metrics_host {host}, metrics_port {port}: {error.strerror}") from error
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.2,), name="kvatlas-http", daemon=True
@@ -117,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        logger.debug(format, *args)
+        log_event(logger, logging.DEBUG, "http_request", line=format % args)
 
 
 def _metrics(registry: CollectorRegistry, accept: str) -> tuple[int, str, bytes]:

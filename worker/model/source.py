@@ -134,7 +134,7 @@ def _hub_config(files: ModelFiles) -> ModelConfig:
 def _context(config: ModelConfig, wanted: int | None) -> int:
     if config.usable_context < config.max_context:
         _LOG.warning(
-            "sliding window limits the context max_context=%d window=%d",
+            "event=context_limited reason=sliding_window max_context=%d window=%d",
             config.max_context,
             config.usable_context,
         )
@@ -151,9 +151,9 @@ def _warn_of_surplus(checkpoint: Checkpoint, config: ModelConfig, shapes: Mappin
     if config.tied_head and HEAD in checkpoint:
         # The config says tied, so the embedding is the head, whatever the other tensor holds (B096).
         surplus.remove(checkpoint[HEAD].name)
-        _LOG.warning("output head in the file is ignored: the config ties it to the embedding name=%s", HEAD)
+        _LOG.warning("event=head_ignored reason=tied_to_the_embedding name=%s", HEAD)
     if surplus:
-        _LOG.warning("tensors are not used count=%d first=%s", len(surplus), ",".join(surplus[:8]))
+        _LOG.warning("event=tensors_not_used count=%d first=%s", len(surplus), ",".join(surplus[:8]))
 
 
 class _Loader:

@@ -6,7 +6,8 @@ ADMIN = Command(
     "admin",
     "operate a service: drain, flush, pins, cancel, log level, profile",
     "Asks AdminService, which listens on an address of its own and needs the `admin` scope.\n"
-    "  drain | undrain           take no new requests, end when the running ones have; take it back\n"
+    "  drain | undrain           take no new requests, end when the running ones have; take it back.\n"
+    "                            `kvatlas serve` ends with its service, containers start it again\n"
     "  flush                     drop what the prefix cache holds\n"
     "  pins | pin NAME | unpin NAME   prefixes that are kept: list, set (--text), let go\n"
     "  cancel [ID]               end requests of anyone: by id, --principal or --label\n"

@@ -6,9 +6,9 @@ SERVE = Command(
     "serve",
     "start a worker and a service on this machine and keep them running",
     "Fetches the model if it is not here, starts one worker and one service as processes of their own,\n"
-    "restarts the one that dies, and ends both in order on SIGINT or SIGTERM: running requests finish\n"
-    "first; a second signal ends them, a third kills. What is not said here, the processes take from\n"
-    "KVATLAS_WORKER_* and KVATLAS_SERVICE_*.",
+    "restarts the one that dies, and ends both in order on SIGINT, SIGTERM or `kvatlas admin drain`:\n"
+    "running requests finish first; a second signal ends them, a third kills. What is not said here, the\n"
+    "processes take from KVATLAS_WORKER_* and KVATLAS_SERVICE_*.",
     (
         "kvatlas serve",
         "kvatlas serve --listen 127.0.0.1:0 --ready-file ready.json    # a free port, told in a file",

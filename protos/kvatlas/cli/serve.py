@@ -125,7 +125,8 @@ def _service(settings: Namespace, place: Place) -> ChildSpec:
     if settings.insecure:
         more.append("insecure=on")
     patience = settings.grace + settings.drain_listen + MARGIN_SECONDS
-    return ChildSpec("service", _command("service", flags, more), patience)
+    command = _command("service", flags, more)
+    return ChildSpec("service", command, patience, ends_all=True)  # an operator has drained it
 
 
 def _command(module: str, flags: dict[str, object], more: Sequence[str] | None) -> list[str]:

@@ -29,6 +29,7 @@ class ChildSpec:
     name: str
     command: Sequence[str]
     end_seconds: float  # from SIGTERM to SIGKILL
+    ends_all: bool = False  # its end with code 0, once all are ready, was asked for and is meant for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class _Died:
 
 
 class Supervisor:
-    """Runs until a signal, or until a child cannot be kept alive. `log` takes finished lines."""
+    """Runs until a signal, a drained service, or one that cannot be kept alive. `log` takes whole lines."""
 
     def __init__(
         self,
@@ -126,6 +127,9 @@ class Supervisor:
             event = self._next_event(self._until_restart())
             if isinstance(event, signal.Signals):
                 self._log(f"{event.name}: draining; once more ends what runs, a third time kills")
+                return 0
+            if event is not None and event.code == 0 and self._children[event.name].spec.ends_all:
+                self._log(f"{event.name} has drained and ended: ending the rest")
                 return 0
             if event is not None and not self._plan_restart(event):
                 return FAILED
