@@ -67,7 +67,7 @@ def cuda_mark() -> Mark:
 
         def when() -> float:
             end.synchronize()
-            return began + first.elapsed_time(end) / 1000
+            return began + float(first.elapsed_time(end)) / 1000
 
         return when
 

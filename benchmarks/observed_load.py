@@ -115,7 +115,15 @@ def on_workload(
             is_done.set()
 
     with TemporaryDirectory() as folder:
-        loop = Loop(scheduler, marked, Path(folder), observed=observed, overlap=overlap, on_end=ended)
+        loop = Loop(
+            scheduler,
+            marked,
+            Path(folder),
+            observed=observed,
+            overlap=overlap,
+            on_end=ended,
+            read_memory=getattr(runner, "memory_bytes", None),
+        )
         with loop.running():
             first = loop.marks()
             requests = zip(workload.prompts, workload.output_tokens, strict=True)

@@ -5,7 +5,7 @@ Owns the threads: engine, I/O, observer. What the engine is asked is the caller'
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +82,7 @@ class Loop:
         observed: bool,
         overlap: bool,
         on_end: Callable[[], None] = lambda: None,
+        read_memory: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
         config = scheduler.config
         self.scheduler = scheduler
@@ -110,7 +111,7 @@ class Loop:
         self.num_tokens = 0
         self._is_over = False
         if self._readers is not None:
-            self._readers.start(self.engine, scheduler, description)
+            self._readers.start(self.engine, scheduler, description, read_memory)
         self._io = threading.Thread(target=self._serve)
         self._thread = threading.Thread(target=self.engine.run)
 

@@ -5,6 +5,7 @@ Owns their threads and sockets. Scrapes are the caller's.
 
 import threading
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -45,11 +46,19 @@ class Readers:
         self._started: Future[RecordingSummary] = Future()
         self.unrecorded = 0  # page events, after the end
 
-    def start(self, engine: Engine, scheduler: Scheduler, description: WorkerDescription) -> None:
-        """Observes and records from here on."""
+    def start(
+        self,
+        engine: Engine,
+        scheduler: Scheduler,
+        description: WorkerDescription,
+        read_memory: Callable[[], Mapping[str, int]] | None,
+    ) -> None:
+        """Observes and records from here on; `read_memory`: the device's, where it has its own."""
         feed = self._feed(scheduler, description)
         self._tap = RecorderTap(feed, description.epoch)
         self._observer = self._make_observer(engine, scheduler, description)
+        if read_memory is not None:
+            self._observer.memory.read_from(read_memory)
         self._recorder = self._make_recorder(scheduler)
         self._tap.recorder = self._recorder
         WorkerCollector(
