@@ -18,7 +18,7 @@ from typing import Any
 
 from service import errors
 from service.admission import Quota
-from service.interceptor import metadata_value
+from service.interceptor import metadata_values
 from service.request import Call
 
 SCOPES = frozenset({"generate", "cache.read", "priority", "admin"})
@@ -221,7 +221,7 @@ class Authenticator:
         return True
 
     def _caller(self, context: Any) -> Principal | None:
-        given = metadata_value(context, "authorization")
+        (given,) = metadata_values(context, ("authorization",))
         if given:  # who shows a token is judged by it alone
             token = given.removeprefix(_BEARER)
             is_token = given.startswith(_BEARER) and 0 < len(token) <= MAX_TOKEN_LENGTH

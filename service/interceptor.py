@@ -3,7 +3,7 @@
 Owns nothing. Wrapped handlers are kept by method, since interception happens on every call.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import grpc
@@ -80,9 +80,14 @@ def _written(inner: Behaviour) -> Behaviour:
     return write_all
 
 
-def metadata_value(context: Any, key: str) -> str:
-    """A text value of the call's metadata; empty if there is none."""
+def metadata_values(context: Any, keys: Collection[str]) -> list[str]:
+    """Text values of the call's metadata, the first of each key; empty where there is none.
+
+    All at once: gRPC makes the whole of it anew each time it is asked for.
+    """
+    found: dict[str, Any] = {}
     for name, value in context.invocation_metadata() or ():
-        if name == key:
-            return value if isinstance(value, str) else ""
-    return ""
+        if name in keys:
+            found.setdefault(name, value)
+    values = (found.get(key, "") for key in keys)
+    return [value if isinstance(value, str) else "" for value in values]

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from prometheus_client import Counter, Histogram
 
-from service.interceptor import Behaviour, Interceptor, metadata_value, rewrapped
+from service.interceptor import Behaviour, Interceptor, metadata_values, rewrapped
 from service.metrics import ServiceMetrics
 from service.request import Call, current_call
 
@@ -22,6 +22,7 @@ _QUIET = ("/grpc.health.", "/grpc.reflection.")
 _POLLED = frozenset({"/kvatlas.v1.ServerService/GetServerInfo", "/kvatlas.v1.ServerService/GetLoad"})
 """Asked again and again by dashboards and routers: only a failure is worth a line."""
 
+_TOLD = ("grpc-previous-rpc-attempts", "traceparent", "tracestate")
 _CODE_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
@@ -61,13 +62,15 @@ class Telemetry(Interceptor):
     async def _call(
         self, method: str, series: _MethodSeries, inner: Behaviour, request: Any, context: Any
     ) -> Any:
+        received_ns, received = time.time_ns(), time.monotonic()
+        attempts, traceparent, tracestate = metadata_values(context, _TOLD)
         call = Call(
             method=method,
-            receive_time_ns=time.time_ns(),
-            received=time.monotonic(),
-            attempts_before=_whole(metadata_value(context, "grpc-previous-rpc-attempts")),
-            traceparent=metadata_value(context, "traceparent"),
-            tracestate=metadata_value(context, "tracestate"),
+            receive_time_ns=received_ns,
+            received=received,
+            attempts_before=_whole(attempts),
+            traceparent=traceparent,
+            tracestate=tracestate,
         )
         token = current_call.set(call)
         series.started.inc()

@@ -172,8 +172,6 @@ def _params(request: Request, run: Run) -> worker_pb2.SequenceParams:
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,
         seed=sampling.seed,
-        logit_bias_token_ids=_u32([token for token, _ in sampling.logit_bias]),
-        logit_bias_values=array("f", [bias for _, bias in sampling.logit_bias]).tobytes(),
         max_tokens=stops.max_tokens,
         min_tokens=stops.min_tokens,
         stop_token_ids=_u32(stops.token_ids),
@@ -182,6 +180,9 @@ def _params(request: Request, run: Run) -> worker_pb2.SequenceParams:
         logprobs=request.output.logprobs,
         prompt_logprobs=run.prompt_logprobs,
     )
+    if sampling.logit_bias:
+        params.logit_bias_token_ids = _u32([token for token, _ in sampling.logit_bias])
+        params.logit_bias_values = array("f", [bias for _, bias in sampling.logit_bias]).tobytes()
     _set_constraint(params, request)
     return params
 

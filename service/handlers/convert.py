@@ -39,11 +39,11 @@ class StreamShape:
 
 
 def request_from(spec: pb.GenerationSpec, call: Call, defaults: DefaultSampling) -> Request:
-    """A spec with its defaults filled in; the prompt and max_tokens come later (`with_prompt`)."""
+    """A spec with its defaults filled in; `with_prompt` completes it."""
     scheduling, cache = spec.scheduling, spec.cache
     return Request(
         request_id=call.request_id,
-        prompt_ids=(),
+        prompt_ids=array("I", spec.token_ids.ids[:]),  # a list: see validate.Violations.ids
         sampling=_sampling(spec.sampling, defaults),
         stops=_stops(spec.stop),
         output=_output(spec.output),
@@ -66,6 +66,8 @@ def request_from(spec: pb.GenerationSpec, call: Call, defaults: DefaultSampling)
 def with_prompt(request: Request, prompt_ids: Sequence[int], max_tokens: int) -> Request:
     """The request with its ids, and with the most tokens it can get."""
     stops = request.stops
+    if request.prompt_ids is prompt_ids and stops.max_tokens == max_tokens:
+        return request
     if stops.max_tokens != max_tokens:
         stops = replace(stops, max_tokens=max_tokens)
     return replace(request, prompt_ids=prompt_ids, stops=stops)

@@ -182,7 +182,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             if permit is None:
                 raise errors.queue_full(self._backstage.estimated_wait_ms() or 0, call.attempts_before)
             await self._opening.check_constraint(request, call)
-            request = self._opening.complete(request, await self._backstage.prompts.ids_of(spec), facts)
+            ids = request.prompt_ids or await self._backstage.prompts.ids_of(spec)
+            request = self._opening.complete(request, ids, facts)
             run = self._opening.run_of(request, shape, account, call)
             await self._opening.begin_behind(run, shape.resume_ids, facts)
             live.run = run

@@ -36,6 +36,15 @@ MAX_HOLD_SECONDS = 1.0
 MAX_DURATION_SECONDS = 86_400.0
 MAX_CANCELLED = 256
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+_SAMPLING_RANGES = {
+    "temperature": (0, 2, ""),
+    "top_p": (0, 1, "("),
+    "min_p": (0, 1, ")"),
+    "repetition_penalty": (0, 2, "("),
+    "frequency_penalty": (-2, 2, ""),
+    "presence_penalty": (-2, 2, ""),
+}
+"""Lowest, highest, and the end that does not belong to it."""
 
 
 @dataclass(slots=True)
@@ -240,14 +249,13 @@ def _json_object(found: Violations, path: str, text: str) -> None:
 
 def _sampling(found: Violations, sampling: pb.SamplingParams, vocab_size: int, max_samples: int) -> None:
     path = "spec.sampling"
-    found.number(path, sampling, "temperature", 0, 2)
-    found.number(path, sampling, "top_p", 0, 1, opens="(")
-    found.number(path, sampling, "min_p", 0, 1, opens=")")
-    found.number(path, sampling, "repetition_penalty", 0, 2, opens="(")
-    found.number(path, sampling, "frequency_penalty", -2, 2)
-    found.number(path, sampling, "presence_penalty", -2, 2)
+    for name, (low, high, opens) in _SAMPLING_RANGES.items():
+        if sampling.HasField(name):
+            found.number(path, sampling, name, low, high, opens=opens)
     found.number(path, sampling, "n", 1, max_samples)
     bias = sampling.logit_bias
+    if not bias:
+        return
     if len(bias) > MAX_BIASES:
         found.add(f"{path}.logit_bias", f"{len(bias)} entries are more than {MAX_BIASES}")
         return

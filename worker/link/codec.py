@@ -93,8 +93,10 @@ def request_spec(
     prompt = _token_ids(add.prompt_token_ids, vocab_size, "prompt_token_ids")
     if not prompt:
         raise Unfit(AddStatus.INVALID, "prompt_token_ids is empty")
-    resume = _token_ids(add.resume_token_ids, vocab_size, "resume_token_ids")
-    if len(resume) and samples > 1:
+    # What most requests do not have is not looked at: this is code that runs cold before a first token.
+    resume_plane = add.resume_token_ids
+    resume = _token_ids(resume_plane, vocab_size, "resume_token_ids") if resume_plane else array("I")
+    if resume and samples > 1:
         raise Unfit(AddStatus.INVALID, "resume_token_ids with several samples")
     return RequestSpec(
         sequence_id=inner_id(session, add.sequence_id),
@@ -121,19 +123,14 @@ def request_spec(
 
 def _token_ids(data: bytes, vocab_size: int, name: str) -> "array[int]":
     ids = plane("I", data, name)
-    if len(ids) and (highest := int(np.frombuffer(ids, dtype=np.uint32).max())) >= vocab_size:
+    if data and (highest := int(np.maximum.reduce(np.frombuffer(data, dtype=np.uint32)))) >= vocab_size:
         raise Unfit(AddStatus.INVALID, f"{name}: token id {highest}, the vocabulary ends before {vocab_size}")
     return ids
 
 
 def _sampling_params(params: worker_pb2.SequenceParams, vocab_size: int) -> SamplingParams:
-    bias_ids = _token_ids(params.logit_bias_token_ids, vocab_size, "logit_bias_token_ids")
-    if len(params.logit_bias_values) != 4 * len(bias_ids):
-        raise Unfit(AddStatus.INVALID, "logit_bias_values does not fit logit_bias_token_ids")
-    bias = np.frombuffer(params.logit_bias_values, dtype=np.float32).tolist()
-    if not all(map(math.isfinite, bias)):
-        raise Unfit(AddStatus.INVALID, "logit_bias_values is not finite")
     seconds = params.max_duration_ms / 1000
+    stop_ids = params.stop_token_ids
     return SamplingParams(
         temperature=_within(params.temperature, 0.0, 1e6, "temperature"),
         top_p=_within(params.top_p, 0.0, 1.0, "top_p"),
@@ -143,15 +140,27 @@ def _sampling_params(params: worker_pb2.SequenceParams, vocab_size: int) -> Samp
         frequency_penalty=_within(params.frequency_penalty, -1e6, 1e6, "frequency_penalty"),
         presence_penalty=_within(params.presence_penalty, -1e6, 1e6, "presence_penalty"),
         seed=params.seed,
-        logit_bias=tuple(zip(bias_ids, bias, strict=True)),
+        logit_bias=_logit_bias(params, vocab_size),
         max_tokens=_within(params.max_tokens, 1, 1 << 31, "max_tokens"),
         min_tokens=_within(params.min_tokens, 0, params.max_tokens, "min_tokens"),
-        stop_token_ids=frozenset(_token_ids(params.stop_token_ids, vocab_size, "stop_token_ids")),
+        stop_token_ids=frozenset(_token_ids(stop_ids, vocab_size, "stop_token_ids") if stop_ids else ()),
         stop_at_eos=params.stop_at_eos,
         max_duration_seconds=seconds or None,
         logprobs=params.logprobs if params.HasField("logprobs") else None,
         prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
     )
+
+
+def _logit_bias(params: worker_pb2.SequenceParams, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if not params.logit_bias_token_ids and not params.logit_bias_values:
+        return ()
+    ids = _token_ids(params.logit_bias_token_ids, vocab_size, "logit_bias_token_ids")
+    if len(params.logit_bias_values) != 4 * len(ids):
+        raise Unfit(AddStatus.INVALID, "logit_bias_values does not fit logit_bias_token_ids")
+    bias = np.frombuffer(params.logit_bias_values, dtype=np.float32).tolist()
+    if not all(map(math.isfinite, bias)):
+        raise Unfit(AddStatus.INVALID, "logit_bias_values is not finite")
+    return tuple(zip(ids, bias, strict=True))
 
 
 def constraint_text(params: worker_pb2.SequenceParams) -> ConstraintText | None:
