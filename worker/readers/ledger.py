@@ -6,16 +6,19 @@ PoolSnapshot when events were lost.
 """
 
 from array import array
+from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 
 from worker.ids import NO_PAGE
 from worker.pages.events import HIT_TAG, EventColumns, PageFlag, PageState
 from worker.pages.events import PageEventKind as Kind
 from worker.pages.snapshot import PoolSnapshot
-from worker.readers.event_arrays import U8, U16, U32, U64, Bools, EventArrays, kinds_table
+from worker.readers.event_arrays import I64, U8, U16, U32, U64, Bools, EventArrays, kinds_table
 
 FREE, ACTIVE, CACHED, PINNED, RESERVED = map(int, PageState)
+SHARED, RELEASED = int(Kind.SHARED), int(Kind.RELEASED)
 
 
 def slots_of_page(index: int, token_count: int, page_size: int) -> int:
@@ -59,6 +62,9 @@ class Ledger:
         self.event_counts = np.zeros(16, dtype=np.int64)  # by kind, since the start of the epoch
         self.flush_evictions = 0  # evictions for nobody, since the start of the epoch
         self._lives: Bools = np.zeros(count, dtype=np.bool_)
+        # By page, for the length of a call; clean again behind it.
+        self._mask: Bools = np.zeros(count, dtype=np.bool_)
+        self._places: npt.NDArray[np.int32] = np.full(count, -1, dtype=np.int32)
         self.sharers: dict[int, list[int]] = {}  # owners of a shared page after the oldest, by age
         self.states[num_pages] = RESERVED
         self.state_counts = np.bincount(self.states, minlength=6)  # by state
@@ -86,7 +92,7 @@ class Ledger:
         if not len(columns):
             return
         kinds, pages = columns.kinds, columns.pages
-        touched = np.unique(pages)
+        touched = self._distinct(pages)
         self._count(touched, -1)
         self._fold_standing(columns)
         self._fold_owners(columns)
@@ -102,6 +108,13 @@ class Ledger:
         self.flush_evictions += int(np.count_nonzero((kinds == Kind.EVICTED) & (columns.owners == 0)))
         self.revision += len(columns)
         self.step = columns.last_step
+
+    def _distinct(self, pages: U32) -> I64:
+        """Each page once, ascending: with a mask, since np.unique takes 0.7 ms of 15,000 events."""
+        self._mask[pages] = True
+        found = np.flatnonzero(self._mask)
+        self._mask[found] = False
+        return found
 
     def _fold_standing(self, events: EventArrays) -> None:
         kinds, pages = events.kinds, events.pages
@@ -129,27 +142,34 @@ class Ledger:
         if not shares.any():
             return
         # Only pages that several sequences hold need their events in order, one by one.
-        at = np.isin(pages, np.unique(pages[shares])) & _MOVES_OWNER[kinds]
+        shared = pages[shares]
+        self._mask[shared] = True
+        at = self._mask[pages] & _MOVES_OWNER[kinds]
+        self._mask[shared] = False
         columns = (kinds[at], pages[at], events.owners[at], events.refs[at])
-        final = self.owners
-        for kind, page, owner, refs in zip(*(column.tolist() for column in columns), strict=True):
-            self._move_owner(final, kind, page, owner, refs)
+        self._move_owners(zip(*(column.tolist() for column in columns), strict=True))
 
-    def _move_owner(self, owners: U16, kind: int, page: int, owner: int, refs: int) -> None:
-        if kind == Kind.SHARED:
-            self.sharers.setdefault(page, []).append(owner)
-        elif kind != Kind.RELEASED:  # allocated or revived: the first of a new life
-            owners[page] = owner
-            self.sharers.pop(page, None)
-        elif refs == 0:
-            self.sharers.pop(page, None)
-            owners[page] = 0
-        else:
-            later = self.sharers.get(page, [])
-            if owner in later:
-                later.remove(owner)
-            elif later:
-                owners[page] = later.pop(0)
+    def _move_owners(self, moves: Iterable[tuple[int, int, int, int]]) -> None:
+        """Kind, page, owner and references of each event, in order."""
+        owners, sharers = self.owners, self.sharers
+        for kind, page, owner, refs in moves:
+            if kind == SHARED:
+                if page in sharers:
+                    sharers[page].append(owner)
+                else:
+                    sharers[page] = [owner]
+            elif kind != RELEASED:  # allocated or revived: the first of a new life
+                owners[page] = owner
+                sharers.pop(page, None)
+            elif refs == 0:
+                sharers.pop(page, None)
+                owners[page] = 0
+            elif later := sharers.get(page):
+                # The oldest goes most often, and looking it up among all others is what would take long.
+                if owners[page] != owner and owner in later:
+                    later.remove(owner)
+                else:
+                    owners[page] = later.pop(0)
 
     def _fold_hits(self, events: EventArrays) -> None:
         kinds, pages = events.kinds, events.pages
@@ -161,11 +181,9 @@ class Ledger:
         places = np.flatnonzero(hits)
         if len(places) and len(resets):
             # Hits before a page's last seal, allocation or end were hits of another content.
-            last_reset = dict(zip(pages[resets].tolist(), resets.tolist(), strict=True))
-            after = [
-                place > last_reset.get(page, -1) for place, page in zip(places, pages[places], strict=True)
-            ]
-            places = places[np.array(after, dtype=np.bool_)]
+            self._places[pages[resets]] = resets
+            places = places[places > self._places[pages[places]]]
+            self._places[pages[resets]] = -1
         hit_pages = pages[places]
         hit_pages = hit_pages[self.sealed[hit_pages]]
         unique, counts = np.unique(hit_pages, return_counts=True)
@@ -178,14 +196,14 @@ class Ledger:
         at, now = np.frombuffer(pages, np.uint32), np.frombuffer(slots, np.uint16)
         moved = (self.filled[at] != now) & ~self.sealed[at]
         at, now = at[moved], now[moved]
-        touched = np.unique(at)
+        touched = self._distinct(at)
         active = touched[self.states[touched] == ACTIVE]
         before = int(self.filled[active].sum(dtype=np.int64))
         self.filled[at] = now
         self.filled_slots += int(self.filled[active].sum(dtype=np.int64)) - before
         self.dirty[touched] = True
 
-    def _count(self, touched: U32, sign: int) -> None:
+    def _count(self, touched: I64, sign: int) -> None:
         states, refs = self.states[touched], self.refs[touched]
         self.state_counts += sign * np.bincount(states, minlength=6)
         self.shared_pages += sign * int(np.count_nonzero(refs >= 2))
@@ -214,7 +232,7 @@ class Ledger:
         self._lives[:] = (self.states != FREE) & (self.states != RESERVED)
         self.state_counts[:] = 0
         self.shared_pages = self.references = self.filled_slots = 0
-        self._count(np.arange(self.num_pages + 1, dtype=np.uint32), +1)
+        self._count(np.arange(self.num_pages + 1), +1)
         self.sharers = self._find_sharers(snapshot)
         self.dirty[:] = True
 
