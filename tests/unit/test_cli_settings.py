@@ -284,6 +284,16 @@ def test_a_piped_table_cuts_no_name_and_wraps_no_line(capsys: pytest.CaptureFixt
     assert lines[2].split() == ["b", "22"]
 
 
+def test_a_narrow_terminal_cuts_no_number(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "50")
+    rows = [["worker-0-20261130T100231-0", "1,234,567", "a note of words"]]
+    print_table(("recording", "events", "note"), rows, numbers=("events",))
+    assert "worker-0-20261130T100231-0  1,234,567  a note" in capsys.readouterr().out
+
+
 def test_a_complaint_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     exits.complain("first\n  second\tthird")
     assert capsys.readouterr().err == "kvatlas: first second third\n"

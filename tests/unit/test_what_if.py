@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -379,10 +380,12 @@ def test_its_hit_rate_by_pool_size_is_drawn(
     assert ratios == sorted(ratios)
     assert ratios[-1] > ratios[0] + 0.1
     assert any("assumed" in note for note in document["notes"])
-    whatif.show(document, Console(width=160))
+    whatif.show(document, Console(width=60))
     table = capsys.readouterr().out
     assert "0.25" not in table
     assert f"{ratios[1]:.1%}" in table
+    assert "…" not in table, "a narrow terminal cuts no number"
+    assert len(re.findall(r"^ *(?:25|100|400) +512 .* ms +[\d,]+ ms +[\d,]+ *$", table, re.MULTILINE)) == 6
     for suffix in ("svg", "png"):
         path = tmp_path / f"curve.{suffix}"
         whatif_picture.draw(document, path)
@@ -427,4 +430,11 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(
     mooncake_file: Path, capsys: pytest.CaptureFixture[str], flags: list[str], why: str
 ) -> None:
     assert what_if.main([str(mooncake_file), "--pool-pages", "300", *flags]) == 2
-    assert why in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert why in said
+    assert str(mooncake_file) not in said, "nothing is wrong with the file"
+
+
+def test_a_file_that_is_not_there_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert what_if.main([str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err == f"{tmp_path / 'none'}: No such file or directory\n"

@@ -279,8 +279,12 @@ def main(arguments: Sequence[str]) -> int:
             )
         question = _read_question(settings)
         resolution = resolution_of(question)
-    except (BadQuestion, BadTrace, DamagedRecording, OSError) as error:
-        print(f"{settings.file}: {error}", file=sys.stderr)  # noqa: T201
+    except BadQuestion as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return USAGE_STATUS
+    except (BadTrace, DamagedRecording, OSError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        print(f"{settings.file}: {why}", file=sys.stderr)  # noqa: T201
         return USAGE_STATUS
     calm_collector()
     began = time.perf_counter()

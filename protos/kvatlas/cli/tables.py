@@ -1,4 +1,4 @@
-"""Tables for people that scripts can read too: names are never cut, and piped lines never wrapped."""
+"""Tables for people that scripts can read too: nothing is ever cut, and piped lines are never wrapped."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,10 +12,22 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, number
     """On stdout; the first column is what other commands are given, `numbers` stand on the right."""
     table = Table(box=None, pad_edge=False)
     for at, column in enumerate(columns):
-        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=at == 0)
+        is_number = column in numbers
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=is_number or at == 0)
     for row in rows:
         table.add_row(*row)
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPED_WIDTH)
     console.print(table)
+
+
+def print_whole(table: Table, console: Console) -> None:
+    """Where it is wider than the terminal, its lines run on; a number without its end is none."""
+    before = console.width
+    needed = console.measure(table, options=console.options.update(width=PIPED_WIDTH)).maximum
+    console.width = max(before, needed)
+    try:
+        console.print(table)
+    finally:
+        console.width = before

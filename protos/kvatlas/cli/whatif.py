@@ -19,6 +19,7 @@ from rich.table import Table
 
 from kvatlas.cli.config import child_environment
 from kvatlas.cli.exits import DONE, FAILED, USAGE, CommandFailed
+from kvatlas.cli.tables import PIPED_WIDTH, print_whole
 
 PICTURE_SUFFIXES = (".svg", ".png", ".pdf")
 
@@ -37,7 +38,8 @@ def run(settings: Namespace) -> int:
     if settings.json:
         print(json.dumps(document))
     else:
-        show(document, Console())
+        console = Console()
+        show(document, console if console.is_terminal else Console(width=PIPED_WIDTH))
     for path in pictures:
         try:
             picture.draw(document, path)
@@ -117,10 +119,10 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     console.print(f"[bold]{trace['name']}[/]: {load}; recorded with {pool}", highlight=False)
     table = Table(box=None, pad_edge=False)
     for column in _COLUMNS:
-        table.add_column(column, justify="left" if column == "policy" else "right")
+        table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
     for result in document["results"]:
         table.add_row(*_cells(result), style="bold" if is_today(result, trace) else "")
-    console.print(table)
+    print_whole(table, console)
     observed = document["observed"]
     if observed:
         console.print(
@@ -151,13 +153,13 @@ _COLUMNS = (
     "±",
     "cold",
     "evicted",
-    "unaligned",
-    "evictions",
-    "preempted",
-    "recomputed",
-    "unfilled",
-    "wait p50",
-    "p99",
+    "un-\naligned",
+    "evic-\ntions",
+    "pre-\nempted",
+    "recom-\nputed",
+    "un-\nfilled",
+    "wait\np50",
+    "\np99",
     "refused",
 )
 

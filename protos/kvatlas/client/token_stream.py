@@ -7,6 +7,7 @@ call is made again is decided in resume.py.
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,7 +25,8 @@ OpenCall = Callable[[generation_pb2.StreamGenerateRequest, float], Any]
 class TokenStream:
     """Events of one generation, in the order of StreamGenerate. Iterate it once.
 
-    Goes on in another call when the server is lost (`resumes` counts how often): see resume.py.
+    Goes on in another call when the server is lost (`resumes` counts how often): see resume.py. Whoever reads
+    or waits while another thread closes it gets Cancelled.
     """
 
     def __init__(self, course: Course, open_call: OpenCall, address: str) -> None:
@@ -63,9 +65,9 @@ class TokenStream:
 
     def _begin_again(self, failure: KvatlasError) -> None:
         if self._is_closed.is_set():
-            raise failure
+            raise _closed() from None
         if self._is_closed.wait(self._course.wait_seconds(failure)):
-            raise Cancelled("the stream was closed", code="CANCELLED")
+            raise _closed() from None
         self._call = self._open_call(*self._course.next_call())
         if self._is_closed.is_set():  # meanwhile, on another thread
             self._call.cancel()
@@ -95,11 +97,12 @@ class TokenStream:
 class AsyncTokenStream:
     """Events of one generation, in the order of StreamGenerate. Iterate it once.
 
-    Goes on in another call when the server is lost (`resumes` counts how often): see resume.py.
+    Goes on in another call when the server is lost (`resumes` counts how often): see resume.py. Whoever reads
+    or waits while another task closes it gets Cancelled.
     """
 
     def __init__(self, course: Course, open_call: OpenCall, address: str) -> None:
-        self._is_closed = False
+        self._is_closed = asyncio.Event()
         self._course = course
         self._open_call = open_call
         self._address = address
@@ -117,7 +120,13 @@ class AsyncTokenStream:
                         return event
             except grpc.RpcError as error:
                 failure = from_rpc_error(error, self._address)
-            except BaseException:  # the task was cancelled, or an event is out of order
+            except asyncio.CancelledError:  # gRPC raises it for a call that was cancelled, too
+                was_closed = self._is_closed.is_set()
+                self.close()
+                if was_closed and not _is_being_cancelled():
+                    raise _closed() from None
+                raise
+            except BaseException:  # an event is out of order: nothing of the call may go on
                 self.close()
                 raise
             else:
@@ -133,11 +142,12 @@ class AsyncTokenStream:
         return self._course.resumes
 
     async def _begin_again(self, failure: KvatlasError) -> None:
-        if self._is_closed:
-            raise failure
-        await asyncio.sleep(self._course.wait_seconds(failure))
-        if self._is_closed:
-            raise failure
+        if self._is_closed.is_set():
+            raise _closed() from None
+        seconds = self._course.wait_seconds(failure)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._is_closed.wait(), seconds)
+            raise _closed() from None
         self._call = self._open_call(*self._course.next_call())
 
     async def text(self, index: int = 0) -> AsyncIterator[str]:
@@ -148,7 +158,7 @@ class AsyncTokenStream:
 
     def close(self) -> None:
         """Cancels what is not finished; harmless after the end. Does not wait."""
-        self._is_closed = True
+        self._is_closed.set()
         self._call.cancel()
 
     async def __aenter__(self) -> Self:
@@ -162,3 +172,13 @@ class AsyncTokenStream:
     def __del__(self) -> None:
         if hasattr(self, "_call"):
             self.close()
+
+
+def _closed() -> Cancelled:
+    return Cancelled("the stream was closed", code="CANCELLED")
+
+
+def _is_being_cancelled() -> bool:
+    """Whether somebody cancels the task that reads, not only the call."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
