@@ -8,6 +8,7 @@ operations. Holds no scheduler.
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -215,7 +216,7 @@ class SequenceBook:
             view.owner,
             view.row,
             view.state,
-            tuple(map(PageId, entry.pages[first:])),
+            cast("tuple[PageId, ...]", tuple(entry.pages[first:])),
             first,
             self.token_count(entry),
             view.prompt_tokens,
