@@ -1,5 +1,6 @@
 """What looking costs is measured on and off in one run, on any device, and written down."""
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from benchmarks.launch_marks import StepTimes
 from benchmarks.observation_parts import table_rows
 from benchmarks.observed_load import in_turns
 from benchmarks.observed_loop import Run
+from worker.__main__ import SWITCH_SECONDS
 from worker.row_desk import BOOK_ROWS, DEVICE_ROWS
 
 
@@ -47,6 +49,21 @@ def test_no_round_begins_after_the_deadline() -> None:
     assert (found["cost_by_idle_mean"], found["device_off"]["idle_ms"]) == (0.01, 100.0)
     assert in_turns(run, rounds=3)["rounds"] == 3
     assert seen[2:] == [False, True, True, False, False, True]
+
+
+def test_runs_have_the_interpreter_of_a_worker_and_leave_it_as_it_was() -> None:
+    before, seen = sys.getswitchinterval(), []
+
+    def run(observed: bool) -> Run:
+        seen.append((sys.getswitchinterval(), gc.get_freeze_count() > 1000))
+        if len(seen) == 3:
+            raise TimeoutError
+        return Run(100.0, 1e-3, 0.01, 0.02, 2.0, StepTimes(0.0, 0, 0.0, 0.0, 0.0))
+
+    with pytest.raises(TimeoutError):
+        in_turns(run, rounds=2)
+    assert seen == [(pytest.approx(SWITCH_SECONDS), True)] * 3
+    assert (sys.getswitchinterval(), gc.get_freeze_count()) == (before, 0)
 
 
 def test_rows_of_the_page_table_take_many_short_turns() -> None:
