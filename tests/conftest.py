@@ -14,10 +14,12 @@ No test depends on how fast the machine is; it may stand still for seconds at an
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -38,6 +40,14 @@ if not Path("/dev/nvidiactl").exists():
     # Without a GPU, kernels run in Triton's interpreter. Triton reads this when a kernel is decorated, so it
     # must be there before the first test file is imported, whichever that is.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What workers leave behind for their user (recordings, profiles) is not left with whoever runs tests."""
+    folder = tempfile.mkdtemp(prefix="kvatlas-state-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ["XDG_STATE_HOME"] = folder
+
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts its background jobs like that, and children inherit it: tests that interrupt one would

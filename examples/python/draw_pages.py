@@ -1,6 +1,6 @@
 """Four answers to one question share the pages of its prompt: a picture of that, from a running server.
 
-`python examples/python/draw_pages.py [ADDRESS] [FILE]`. The README's picture is made by it.
+`python examples/python/draw_pages.py [ADDRESS] [FILE]`. docs/images/pages.svg is made by it.
 """
 
 import sys
@@ -24,6 +24,7 @@ def main(address: str = "127.0.0.1:50051", file: str = "pages.svg") -> None:
             for event in stream:
                 if isinstance(event, Delta) and event.token_offset >= 120:
                     Path(file).write_text(draw(client.page_map()))
+                    print(f"{file}: the page map while four answers grow")
                     return
 
 

@@ -380,6 +380,13 @@ def test_why_a_server_cannot_be_reached_is_told_in_words(said: str, sentence: st
     assert said in str(error)
 
 
+def test_a_method_that_is_not_there_is_told_with_the_address_and_what_it_may_be() -> None:
+    """`kvatlas admin --admin-address` with the public address was told "Method not found!"."""
+    error = build_error("UNIMPLEMENTED", "Method not found!", b"", "host:1")
+    assert isinstance(error, ServerFailure)
+    assert str(error).startswith("UNIMPLEMENTED: no such method at host:1: AdminService has its own address")
+
+
 def test_details_that_are_no_status_are_passed_over() -> None:
     error = build_error("CANCELLED", "gone", b"\xff\xfe not a message", "host:1")
     assert isinstance(error, Cancelled)

@@ -1,7 +1,9 @@
 """The flight recorder: what its files hold, where they begin and end, and that its faults reach nobody."""
 
+import errno
 from array import array
 from collections.abc import Callable
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +15,13 @@ from worker.readers.ledger import Ledger
 from worker.readers.prefix_keys import PrefixKeys
 from worker.readers.recorder import MAX_WAITING_CALLS, RecorderBusy, RecordingOptions
 from worker.readers.recording_file import DamagedRecording, read_ends, read_frames
-from worker.readers.recording_store import KEPT_RECORDINGS, EndCause, NoSuchRecording
+from worker.readers.recording_store import (
+    KEPT_RECORDINGS,
+    EndCause,
+    NoSuchRecording,
+    RecordingStore,
+    RecordingSummary,
+)
 from worker.readers.samples import RequestLog
 from worker.trace.replay import Replay
 from worker.trace.testing import RandomLoad, RecordedWorker
@@ -164,7 +172,7 @@ def test_rotation_goes_on_and_keeps_the_last_four(worker: RecordedWorker) -> Non
     run(worker, 1500, every=5)
     worker.recorder.stop_recording("")
     kept = worker.store.summaries()
-    assert len(kept) == KEPT_RECORDINGS == len(list(worker.store.folder.iterdir()))
+    assert len(kept) == KEPT_RECORDINGS == len(list(worker.store.folder.glob("*.kvrec")))
     assert first.recording_id not in [each.recording_id for each in kept]
     replays = [open_recording(path_of(worker, each.recording_id)) for each in reversed(kept)]
     for earlier, later in pairwise(replays):
@@ -310,20 +318,58 @@ def test_the_thread_ends_a_recording_when_the_worker_ends(worker: RecordedWorker
 
 
 def test_files_of_an_earlier_life_are_listed_with_their_end(worker: RecordedWorker, tmp_path: Path) -> None:
-    from worker.readers.recording_store import RecordingStore
-
     info = worker.recorder.start_recording(RecordingOptions(note="kept"))
     run(worker, 30)
     info = worker.recorder.stop_recording("")
+    worker.store.close()
     path = path_of(worker, info.recording_id)
-    (found,) = RecordingStore(tmp_path, "worker-0").summaries()
+    (found,) = listed(tmp_path, "worker-0")
     assert (found.cause, found.num_events, found.note) == (EndCause.STOPPED, info.num_events, "kept")
     path.write_bytes(path.read_bytes()[:-30])
-    (found,) = RecordingStore(tmp_path, "worker-0").summaries()
+    (found,) = listed(tmp_path, "worker-0")
     assert found.cause is EndCause.LOST
     path.write_bytes(b"something else")
-    assert RecordingStore(tmp_path, "worker-0").summaries() == []
-    assert RecordingStore(tmp_path, "worker").summaries() == [], "another worker's"
+    assert listed(tmp_path, "worker-0") == []
+    assert listed(tmp_path, "worker") == [], "another worker's"
+
+
+def listed(folder: Path, worker_id: str) -> list[RecordingSummary]:
+    with closing(RecordingStore(folder, worker_id)) as store:
+        return store.summaries()
+
+
+def test_two_live_workers_of_one_id_leave_each_other_s_recordings_alone(tmp_path: Path) -> None:
+    """Two `kvatlas serve` of one user are both worker-0 and keep their recordings in one folder."""
+    with closing(RecordingStore(tmp_path, "worker-0")) as first:
+        own = first.new_path()
+        own.touch()
+        with closing(RecordingStore(tmp_path, "worker-0")) as second:
+            for _ in range(KEPT_RECORDINGS + 2):
+                path = second.new_path()
+                path.touch()
+                assert path.name.startswith("worker-0.2-")
+            assert len(list(tmp_path.glob("worker-0.2-*"))) == KEPT_RECORDINGS
+        assert own.exists()
+    with closing(RecordingStore(tmp_path, "worker-0")) as next_life:
+        assert next_life.new_path().name.startswith("worker-0-"), "the name is free again"
+
+
+def test_recordings_in_a_folder_that_can_only_be_read_are_listed(
+    worker: RecordedWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = worker.recorder.start_recording(RecordingOptions())
+    run(worker, 10)
+    worker.recorder.stop_recording("")
+    worker.store.close()
+
+    def refuse(path: Path, flags: int, mode: int = 0o777) -> int:
+        raise PermissionError(errno.EACCES, "read only")
+
+    monkeypatch.setattr("worker.readers.recording_store.os.open", refuse)
+    (found,) = listed(tmp_path, "worker-0")
+    assert found.recording_id == info.recording_id
+    with pytest.raises(PermissionError):
+        RecordingStore(tmp_path, "worker-0").new_path()
 
 
 @pytest.mark.parametrize(

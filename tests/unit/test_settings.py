@@ -1,6 +1,7 @@
 """How a config class is filled: every kind of value from every source, and refusals that say where."""
 
 import ast
+import os
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvatlas import settings
-from kvatlas.settings import ConfigError, Reader, as_toml, option, range_faults, socket_folder
+from kvatlas.settings import ConfigError, Reader, as_toml, option, range_faults, socket_folder, state_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,3 +187,8 @@ def test_the_module_needs_the_standard_library_alone() -> None:
     named = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     roots = {name.partition(".")[0] for name in plain | named}
     assert roots - sys.stdlib_module_names == {"_typeshed"}, "for type checkers only"
+
+
+def test_what_tests_leave_behind_is_not_left_with_the_user() -> None:
+    """Recordings of audits that tests let fail lay among the user's own."""
+    assert Path.home() not in state_folder(os.environ).parents

@@ -139,6 +139,7 @@ class Recorder:
         self._turn_safely()
         if self._recording is not None:
             self._end(EndCause.SHUTDOWN)
+        self.store.close()
 
     def _turn_safely(self) -> None:
         """Nothing here may end the worker, and no bug of it may end what it serves."""

@@ -1,11 +1,16 @@
 """The folder of recordings: names, the few that are kept, and what each one is.
 
-Owns the files of one worker. Touches the disk only when asked to: who never records, makes no folder.
+Owns the files of one worker. Touches the disk only when asked to: who never records, makes no folder. Servers
+of one user share the folder, and their workers may have one id: each takes a name that no live one has, so
+that none lists or removes the files of another.
 """
 
+import fcntl
 import glob
 import logging
+import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -15,6 +20,7 @@ from worker.log import log_event
 from worker.readers.recording_file import SUFFIX, DamagedRecording, read_ends
 
 KEPT_RECORDINGS = 4
+MAX_NAMES = 64  # live workers of one id that share a folder
 
 logger = logging.getLogger("worker.recorder")
 
@@ -57,12 +63,39 @@ class RecordingStore:
 
     def __init__(self, folder: Path, worker_id: str) -> None:
         self.folder = folder
+        self._worker_id = worker_id
         self._prefix = worker_id
+        self._lock: int | None = None  # file descriptor: the lock on our name dies with this process
         self._known: dict[str, RecordingSummary] = {}  # of those that ended in this life
+
+    def close(self) -> None:
+        """Lets go of the name; idempotent."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _take_name(self) -> None:
+        """The worker's id, or with a number behind it where another live worker has that. Raises OSError."""
+        if self._lock is not None:
+            return
+        for number in range(1, MAX_NAMES + 1):
+            name = self._worker_id if number == 1 else f"{self._worker_id}.{number}"
+            lock = os.open(self.folder / f".{name}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                os.close(lock)
+                if not isinstance(error, BlockingIOError):
+                    raise
+            else:
+                self._lock, self._prefix = lock, name
+                return
+        raise BlockingIOError(f"{MAX_NAMES} workers of the id {self._worker_id} share {self.folder}")
 
     def new_path(self) -> Path:
         """Where the next recording goes; the oldest one makes room. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._take_name()
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(time.time_ns() // 1_000_000_000))
         number = 0
         while (path := self._path(f"{self._prefix}-{stamp}-{number}")).exists():
@@ -92,8 +125,12 @@ class RecordingStore:
 
     def summaries(self) -> list[RecordingSummary]:
         """Those that ended, the newest first; files that cannot be read are left out, and logged."""
-        found = []
-        for path in self._paths() if self.folder.is_dir() else ():
+        found: list[RecordingSummary] = []
+        if not self.folder.is_dir():
+            return found
+        with suppress(OSError):  # a folder that can only be read has nobody who writes
+            self._take_name()
+        for path in self._paths():
             summary = self._known.get(path.stem) or self._read(path)
             if summary is not None:
                 found.append(summary)

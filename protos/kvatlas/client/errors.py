@@ -231,6 +231,8 @@ def build_error(code: str, text: str, raw_details: bytes, address: str) -> Kvatl
         meanings = (meaning for pattern, meaning in _NO_ANSWER if re.search(pattern, text))
         what = next(meanings, "no server answers at")
         text = f"{what} {address} ({text[:MAX_SHOWN]})"
+    if not details.reason and code == "UNIMPLEMENTED":
+        text = f"no such method at {address}: AdminService has its own address, old servers lack what is new"
     kind = _BY_REASON.get(details.reason) or _BY_CODE.get(code, ServerFailure)
     known = details.reason in Reason.__members__
     return kind(
