@@ -9,9 +9,10 @@ import argparse
 import time
 from array import array
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from benchmarks.record import write_result
+from benchmarks.slow_steps import SlowSteps, Times
 from benchmarks.workloads import Workload, fixed, named
 from worker import first_tokens
 from worker.config import WorkerConfig
@@ -39,6 +40,11 @@ class Tally:
     commit: float = 0.0
     first_token: float = 0.0
     prompts: float = 0.0  # from the beginning to the end of the last step with prompt tokens
+    slowest: SlowSteps = field(default_factory=SlowSteps)
+
+    def times(self) -> Times:
+        """Of the parts of a step, so far."""
+        return Times(self.schedule, self.launch, self.wait, self.commit)
 
 
 class Engine:
@@ -59,9 +65,13 @@ class Engine:
         self._next_id = 1
 
     def run(self, workload: Workload, constraint: Constraint | None = None) -> Tally:
-        """Answers everything, within a constraint if there is one. Prompts of runs before are cached."""
+        """Answers everything, within a constraint if there is one. Prompts of runs before are cached.
+
+        Ids outside the model's vocabulary become others within it.
+        """
         scheduler = self._scheduler
-        for prompt, count in zip(workload.prompts, workload.output_tokens, strict=True):
+        prompts = workload.within(self.vocab_size).prompts
+        for prompt, count in zip(prompts, workload.output_tokens, strict=True):
             params = SamplingParams(
                 temperature=0.6,
                 max_tokens=count,
@@ -74,7 +84,8 @@ class Engine:
             assert outcome.status is AddStatus.ACCEPTED, outcome
             self._next_id += 1
         tally = Tally()
-        self._drive(scheduler, tally)
+        with tally.slowest.watching():
+            self._drive(scheduler, tally)
         return tally
 
     def forget(self) -> None:
@@ -86,6 +97,8 @@ class Engine:
         clock = time.perf_counter
         began = clock()
         while True:
+            before = tally.times()
+            finished = in_flight[0][0] if in_flight else None
             if len(in_flight) == 1 and first_tokens.are_there(*in_flight[0]):
                 self._commit(scheduler, in_flight, tally, began)
             start = clock()
@@ -99,6 +112,7 @@ class Engine:
             keep = 1 if self.overlap and step is not None else 0
             while len(in_flight) > keep:
                 self._commit(scheduler, in_flight, tally, began)
+            tally.slowest.turn(step, finished, before, tally.times())
             if not in_flight and not scheduler.has_work(time.monotonic()):
                 return
 
@@ -155,6 +169,7 @@ def measure(engine: Engine, workload: Workload) -> dict[str, object]:
             name: round(getattr(tally, name) / tally.steps * 1e6, 1)
             for name in ("schedule", "launch", "wait", "commit")
         },
+        "slowest_turns": tally.slowest.report(),
     }
 
 

@@ -4,13 +4,14 @@
     python -m benchmarks.peers --compare random:qwen3-0.6b kvatlas mini_sglang \\
         --site mini_sglang=/opt/flashinfer:/opt/mini-sglang/python
 
-Each engine has a process and a pool of keys and values of the same size, which holds every workload without
-preemption. Their passes alternate, so that what drifts on a machine falls on all. Prints every pass as it
+Each engine has a process and a pool of keys and values in which it can hold every workload without preemption
+or waiting. Their passes alternate, so that what drifts on a machine falls on all. Prints every pass as it
 ends and the ratios at the end; writes one JSON per model in benchmarks/results/, anew after each pass, so
 that what was measured is there whatever happens to the next.
 """
 
 import argparse
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,16 +33,15 @@ def compare(
     fleet: Fleet, model: str, workloads: Sequence[tuple[str, int]], how: Mapping[str, Any], folder: Path
 ) -> Path:
     """Starts, measures and ends a model's engines, and returns the path of their result."""
-    fleet.start()
     entries = fleet.of(model)
-    how = {**how, "on_the_device": fleet.resident()}
-    for entry in fleet.passes(model, workloads):
-        if "ended" not in entry.found:
-            row = entry.found["rows"][-1]
-            rate = f"{row['tokens_per_second']:,.0f}/s in {row['seconds']} s"
-            print(entry.name, row["workload"], "pass", row["pass"], rate, flush=True)
-        _write(model, entries, how, folder)
-    fleet.end(model)
+    while fleet.start(model):
+        for entry in fleet.passes(model, workloads):
+            if "ended" not in entry.found:
+                row = entry.found["rows"][-1]
+                rate = f"{row['tokens_per_second']:,.0f}/s in {row['seconds']} s"
+                print(entry.name, row["workload"], "pass", row["pass"], rate, flush=True)
+            _write(model, entries, how, folder)
+        fleet.end(model)
     return _write(model, entries, how, folder)
 
 
@@ -74,22 +74,28 @@ def main() -> None:
     parser.add_argument("--start-limit", type=float, default=300.0, help="seconds until an engine is ready")
     parser.add_argument("--pass-limit", type=float, default=120.0, help="seconds of one pass")
     parser.add_argument("--limit", type=float, default=1200.0, help="seconds of everything")
+    parser.add_argument(
+        "--also-running", default="", metavar="TEXT", help="what else is on this host, for the file"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
     parser.add_argument("--logs", type=Path, help="folder of what the engines print")
     options = parser.parse_args()
     comparisons = [(model, engines) for model, *engines in options.compare or DEFAULT]
-    if unknown := {engine for _, engines in comparisons for engine in engines} - set(ENGINES):
+    names = {engine for _, engines in comparisons for engine in engines}
+    if unknown := names - set(ENGINES):
         parser.error(f"no engine is called {', '.join(sorted(unknown))}; there are {', '.join(ENGINES)}")
     passes = [(text.partition(":")[0], int(text.partition(":")[2] or 2)) for text in options.workloads]
     device = device_name() if options.device == "cuda" else ""
     memory = device_bytes() if device else 1 << 62
-    tokens = pool_tokens([named(name) for name, _ in passes])
+    tokens = {name: pool_tokens([named(workload) for workload, _ in passes], name) for name in sorted(names)}
     how = {
         "device": device,
         "pool_tokens": tokens,
         "passes": dict(passes),
         "order": "engines start side by side; each pass alone, engines in turns, others idle",
-        "environment": {engine: values for engine, values in ENVIRONMENT.items() if values},
+        "environment": {engine: ENVIRONMENT[engine] for engine in sorted(names & set(ENVIRONMENT))},
+        "cores": len(os.sched_getaffinity(0)),
+        "also_running": options.also_running,
     }
     with tempfile.TemporaryDirectory(prefix="kvatlas-logs-") as scratch:
         logs = options.logs or Path(scratch)

@@ -36,7 +36,7 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         workload = named(order["workload"]).renamed(order["pass"])
-        say({"pass": order["pass"], **timed(loaded.generate, workload)})
+        say({"pass": order["pass"], **timed(loaded.generate, workload), **loaded.explain()})
     sys.stdout.flush()
     os._exit(0)  # engines leave threads and children that would be waited for
 

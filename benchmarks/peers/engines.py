@@ -7,8 +7,9 @@ the pool of keys and values, of one size for all. What an engine needs is import
 
 import importlib.metadata
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,12 @@ class Loaded:
 
     generate: Generate
     options: dict[str, Any]
+    explain: Callable[[], dict[str, Any]] = field(default=dict)  # more of the last pass, for its row
 
 
 def load_kvatlas(request: Request) -> Loaded:
     """This engine, as benchmarks/offline.py runs it: pages of 16, one prefix cache for all passes."""
-    from benchmarks.offline import Engine
+    from benchmarks.offline import Engine, Tally
     from worker.config import WorkerConfig
 
     options: dict[str, Any] = {
@@ -52,13 +54,16 @@ def load_kvatlas(request: Request) -> Loaded:
         "max_context": MAX_CONTEXT,
     }
     engine = Engine(WorkerConfig(model=request.model, device=request.device, **options))
-    limit = id_limit(request.model)
+    last: deque[Tally] = deque(maxlen=1)
 
     def generate(workload: Workload) -> int:
-        engine.run(workload.within(limit))
+        last.append(engine.run(workload))
         return sum(workload.output_tokens)
 
-    return Loaded(generate, options | {"overlap": engine.overlap})
+    def explain() -> dict[str, Any]:
+        return {"slowest_turns": last[-1].slowest.report()}
+
+    return Loaded(generate, options | {"overlap": engine.overlap}, explain)
 
 
 def load_vllm(request: Request) -> Loaded:
@@ -110,6 +115,7 @@ def load_mini_sglang(request: Request) -> Loaded:
 
     On Hopper its own choice for prompts is FlashAttention 3 of sgl-kernel, which has to be installed.
     """
+    import minisgl.engine.config as engine_config
     import minisgl.engine.engine as engine_module
     import minisgl.models.config as config_module
     import torch
@@ -123,6 +129,9 @@ def load_mini_sglang(request: Request) -> Loaded:
         }
 
     engine_module.Engine._load_weight_state_dict = draw_weights
+    # Its port is one for all, so a second engine on the host would not start.
+    meeting = f"file://{request.scratch / 'rendezvous'}"
+    engine_config.EngineConfig.distributed_addr = property(lambda self: meeting)
     _read_new_rope_settings(config_module)
     from minisgl.llm import LLM
 

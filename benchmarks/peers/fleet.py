@@ -1,11 +1,12 @@
 """Which engines are on the device when: as many as fit start side by side, then each is measured alone.
 
 An engine that waits for its next order holds memory and computes nothing. Nothing is measured while another
-engine starts. When all of a model is measured its engines end, and those that did not fit start.
+engine starts. When all that is there of a model is measured it ends, and those that did not fit start: others
+of the same model, then those of the next.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ class Settings:
     """What all engines share."""
 
     device: str
-    tokens: int  # of each pool
+    tokens: Mapping[str, int]  # of each engine's pool
     limits: Limits
     logs: Path
     sites: dict[str, str]  # engine: folders of its packages
@@ -68,30 +69,52 @@ class Fleet:
         """The entries of a model, in the order of its comparison."""
         return [entry for entry in self.entries if entry.model == model]
 
-    def start(self) -> None:
-        """Starts what fits, and waits until everything that was started is ready or has ended."""
+    def start(self, model: str) -> bool:
+        """Starts what fits, and waits until everything that was started is ready or has ended.
+
+        Whether an engine of the model is there to be measured; those that never fit are not asked for again.
+        """
+        while True:
+            began = self._begin()
+            for entry in began:
+                assert entry.process is not None
+                self._note(entry, entry.process.ready(min(self._settings.limits.start, self._left())))
+            if any(entry.process is not None for entry in self.of(model)):
+                return True
+            if not began:
+                self._give_up(model)
+                return False
+
+    def _begin(self) -> list[Entry]:
+        began = []
+        settings = self._settings
         while self._waiting and self._fits(self._waiting[0]):
             entry = self._waiting.pop(0)
-            settings = self._settings
             entry.process = EngineProcess(
                 entry.engine,
                 entry.model,
                 settings.device,
-                settings.tokens,
+                settings.tokens[entry.engine],
                 settings.logs / f"{entry.name}.log",
                 settings.sites.get(entry.engine, ""),
             )
-        for entry in self._running():
-            if "ready_seconds" not in entry.found:
-                assert entry.process is not None
-                message = entry.process.ready(min(self._settings.limits.start, self._left()))
-                self._note(entry, message)
+            began.append(entry)
+        return began
+
+    def _give_up(self, model: str) -> None:
+        for entry in self.of(model):
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+                entry.found["ended"] = "not started: no room beside the others"
 
     def passes(self, model: str, workloads: Sequence[tuple[str, int]]) -> Iterator[Entry]:
-        """Measures a model's engines in turns and yields each entry after each of its passes.
+        """Measures a model's engines that are there in turns and yields each entry after each of its passes.
 
         `workloads`: name and number of passes.
         """
+        for entry in self.of(model):
+            if entry.process is not None:
+                entry.found["beside"] = [other.name for other in self._running() if other is not entry]
         for workload, count in workloads:
             for number in range(1, count + 1):
                 for entry in self.of(model):
@@ -105,14 +128,11 @@ class Fleet:
                     yield entry
 
     def end(self, model: str) -> None:
-        """Ends a model's engines; what has not started by now never does."""
+        """Ends those of a model's engines that are there."""
         for entry in self.of(model):
             if entry.process is not None:
                 entry.process.close()
                 entry.process = None
-            if entry in self._waiting:
-                self._waiting.remove(entry)
-                entry.found["ended"] = "not started: no room beside the others"
 
     def close(self) -> None:
         """Ends everything."""
@@ -120,10 +140,6 @@ class Fleet:
             assert entry.process is not None
             entry.process.close()
             entry.process = None
-
-    def resident(self) -> list[str]:
-        """Names of the engines that hold memory now."""
-        return [entry.name for entry in self._running()]
 
     def _note(self, entry: Entry, message: dict[str, Any] | None) -> None:
         assert entry.process is not None
@@ -141,7 +157,7 @@ class Fleet:
 
     def _fits(self, entry: Entry) -> bool:
         tokens = self._settings.tokens
-        held = sum(engine_bytes(other.model, tokens) for other in [*self._running(), entry])
+        held = sum(engine_bytes(each.model, tokens[each.engine]) for each in [*self._running(), entry])
         return held <= self._settings.limits.memory
 
     def _left(self) -> float:

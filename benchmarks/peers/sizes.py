@@ -8,6 +8,7 @@ from benchmarks.workloads import Workload
 from kvatlas.models.shapes import SHAPES
 
 PAGE_SIZE = 16
+RESERVING = ("mini_sglang",)  # engines that begin a request only when its whole answer fits beside all others
 SPARE = 1.1  # of the peak: pages that are not full, prompts that begin a few steps late
 ROUND_TO = 4096  # tokens
 BF16 = 2  # bytes
@@ -15,10 +16,13 @@ OVERHEAD_BYTES = 7 * 10**9  # of an engine: context, kernels, activations of a s
 KEPT_FREE_BYTES = 4 * 10**9  # of the device
 
 
-def pool_tokens(workloads: Sequence[Workload]) -> int:
-    """Room for every workload without preemption, the same for all engines."""
-    peak = max(workload.peak_tokens for workload in workloads)
-    return -(-int(peak * SPARE) // ROUND_TO) * ROUND_TO
+def pool_tokens(workloads: Sequence[Workload], engine: str) -> int:
+    """Room for every workload so that the engine neither preempts nor keeps a request waiting."""
+    if engine in RESERVING:
+        most = max(workload.prompt_tokens + sum(workload.output_tokens) for workload in workloads)
+    else:
+        most = int(max(workload.peak_tokens for workload in workloads) * SPARE)
+    return -(-most // ROUND_TO) * ROUND_TO
 
 
 def token_bytes(model: str) -> int:

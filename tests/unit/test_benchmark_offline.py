@@ -33,3 +33,13 @@ def test_a_measured_pass_finds_nothing_in_the_prefix_cache(engine: Engine) -> No
     assert scheduler.counts().hit_tokens_total == 2 * 20, "whole pages, the last token is computed anyway"
     assert engine._scheduler is scheduler, "made once: its making is no part of a pass"
     engine.runner.close()
+
+
+def test_ids_outside_the_vocabulary_are_answered_with_others(engine: Engine) -> None:
+    """`--model random:tiny` met an index out of range."""
+    workload = fixed(2, 24, 4)
+    assert max(map(max, workload.prompts)) >= engine.vocab_size
+    row = measure(engine, workload)
+    assert row["output_tokens"] == 8
+    assert row["slowest_turns"]["decode"][0]["launched"] == {"rows": 2, "tokens": 2}
+    engine.runner.close()

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from benchmarks.peers import fleet as fleet_module
+from benchmarks.peers.engines import ENGINES
 from benchmarks.peers.fleet import Fleet, Limits, Settings
 from benchmarks.peers.process import EngineProcess
 from benchmarks.peers.rates import ratios
@@ -17,7 +18,7 @@ from benchmarks.peers.table import markdown
 from benchmarks.workloads import Workload, named
 
 SMALL, LARGE = "random:qwen3-0.6b", "random:llama-3.1-8b"
-TOKENS = pool_tokens([named("offline256")])
+TOKENS = pool_tokens([named("offline256")], "kvatlas")
 
 
 class FakeProcess:
@@ -59,19 +60,21 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def make_fleet(tmp_path: Path, memory: int, whole: float = 60.0) -> Fleet:
     comparisons = [(SMALL, ["kvatlas", "vllm"]), (LARGE, ["kvatlas", "vllm"])]
-    return Fleet(comparisons, Settings("cuda", TOKENS, Limits(10.0, 10.0, whole, memory), tmp_path, {}))
+    limits = Limits(10.0, 10.0, whole, memory)
+    return Fleet(comparisons, Settings("cuda", dict.fromkeys(ENGINES, TOKENS), limits, tmp_path, {}))
 
 
 def test_what_fits_starts_at_once_and_the_slow_starter_of_the_next_model_too(
     tmp_path: Path, events: list[str]
 ) -> None:
     fleet = make_fleet(tmp_path, 2 * engine_bytes(SMALL, TOKENS) + engine_bytes(LARGE, TOKENS))
-    fleet.start()
+    assert fleet.start(SMALL)
     assert events[:3] == ["start kvatlas", "start vllm", "start vllm+"]
     assert events[3:] == ["ready kvatlas", "ready vllm", "ready vllm+"]
-    assert fleet.resident() == ["kvatlas-qwen3-0.6b", "vllm-qwen3-0.6b", "vllm-llama-3.1-8b"]
+    list(fleet.passes(SMALL, []))
+    assert fleet.of(SMALL)[0].found["beside"] == ["vllm-qwen3-0.6b", "vllm-llama-3.1-8b"]
     fleet.end(SMALL)
-    fleet.start()
+    assert fleet.start(LARGE)
     assert events[6:] == ["end kvatlas", "end vllm", "start kvatlas+", "ready kvatlas+"]
     fleet.close()
     assert events[10:] == ["end kvatlas+", "end vllm+"]
@@ -79,7 +82,7 @@ def test_what_fits_starts_at_once_and_the_slow_starter_of_the_next_model_too(
 
 def test_passes_alternate_between_the_engines(tmp_path: Path, events: list[str]) -> None:
     fleet = make_fleet(tmp_path, 2 * engine_bytes(SMALL, TOKENS))
-    fleet.start()
+    fleet.start(SMALL)
     del events[:]
     list(fleet.passes(SMALL, [("b1", 2), ("b8", 1)]))
     assert events == [
@@ -91,25 +94,48 @@ def test_passes_alternate_between_the_engines(tmp_path: Path, events: list[str])
 def test_an_engine_that_ends_keeps_its_rows_and_stops_no_other(tmp_path: Path, events: list[str]) -> None:
     FakeProcess.fails = {"b1.2 vllm"}
     fleet = make_fleet(tmp_path, 2 * engine_bytes(SMALL, TOKENS))
-    fleet.start()
+    fleet.start(SMALL)
     list(fleet.passes(SMALL, [("b1", 2), ("b8", 1)]))
     ours, peer = (entry.found for entry in fleet.of(SMALL))
     assert (len(ours["rows"]), len(peer["rows"]), peer["ended"]) == (3, 1, "exit 1")
     assert "ended" not in ours
-    assert fleet.resident() == ["kvatlas-qwen3-0.6b"]
+
+
+def measure_all(fleet: Fleet, model: str) -> None:
+    while fleet.start(model):
+        list(fleet.passes(model, [("b1", 1)]))
+        fleet.end(model)
+
+
+def test_who_finds_no_room_beside_the_others_is_measured_after_them(
+    tmp_path: Path, events: list[str]
+) -> None:
+    fleet = make_fleet(tmp_path, engine_bytes(SMALL, TOKENS))
+    measure_all(fleet, SMALL)
+    assert events == [
+        f"{what} {engine}" for engine in ("kvatlas", "vllm") for what in ("start", "ready", "b1.1", "end")
+    ]
+    assert [entry.found["beside"] for entry in fleet.of(SMALL)] == [[], []]
+
+
+def test_who_is_measured_after_the_others_does_not_need_them(tmp_path: Path, events: list[str]) -> None:
+    FakeProcess.fails = {"ready kvatlas"}
+    fleet = make_fleet(tmp_path, engine_bytes(SMALL, TOKENS))
+    measure_all(fleet, SMALL)
+    assert [len(entry.found["rows"]) for entry in fleet.of(SMALL)] == [0, 1]
 
 
 def test_who_never_found_room_is_named(tmp_path: Path, events: list[str]) -> None:
     fleet = make_fleet(tmp_path, engine_bytes(SMALL, TOKENS))
-    fleet.start()
-    fleet.end(SMALL)
-    assert fleet.of(SMALL)[1].found["ended"].startswith("not started")
-    assert "start vllm" not in events
+    measure_all(fleet, SMALL)
+    measure_all(fleet, LARGE)
+    assert all(entry.found["ended"].startswith("not started") for entry in fleet.of(LARGE))
+    assert not any("+" in event for event in events)
 
 
 def test_nothing_is_asked_when_the_time_is_over(tmp_path: Path, events: list[str]) -> None:
     fleet = make_fleet(tmp_path, 1 << 60, whole=0.0)
-    fleet.start()
+    fleet.start(SMALL)
     del events[:]
     list(fleet.passes(SMALL, [("b1", 1)]))
     assert events == []
@@ -124,6 +150,14 @@ def test_the_pool_holds_the_most_that_is_held_at_once() -> None:
     peak = named("offline256").peak_tokens
     assert peak * 1.1 <= TOKENS + 1 <= peak * 1.1 + 4097
     assert TOKENS % 16 == 0
+
+
+def test_an_engine_that_reserves_whole_answers_has_room_for_all_of_them() -> None:
+    """With the pool of the others it would have kept a third of offline256 waiting."""
+    workload = named("offline256")
+    tokens = pool_tokens([named("b64"), workload], "mini_sglang")
+    assert 0 <= tokens - workload.prompt_tokens - sum(workload.output_tokens) < 4096
+    assert tokens > 1.4 * TOKENS
 
 
 def test_bytes_of_an_engine_are_those_of_the_published_models() -> None:
