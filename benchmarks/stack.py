@@ -5,6 +5,7 @@ over the services' addresses.
 """
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -96,7 +97,7 @@ def _process(
     log: BinaryIO | None,
 ) -> Iterator["Process"]:
     command = ["env", *(f"{name}={value}" for name, value in environment.items())]
-    command += [sys.executable, "-m", *module]
+    command += [sys.executable, "-m", *module, "--parent-watch", str(os.getpid())]  # however we end
     for name, value in flags.items():
         command += [f"--{name}"] if value is None else [f"--{name}", str(value)]
     process = subprocess.Popen(command, stderr=log)
