@@ -10,13 +10,15 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from kvatlas.v1 import cache_pb2, generation_pb2
+from kvatlas.v1 import cache_pb2
 from kvatlas.worker.v1 import worker_pb2
 from worker.description import WorkerDescription
 from worker.link.status_codec import geometry, pool_stats, revision, timestamp
 from worker.pages.events import EventColumns, PageEventKind
 from worker.readers.delta import FeedDelta, PagePlanes, SnapshotPart
 from worker.stats import EngineCounts, PoolTotals, SequenceView
+
+_PREFIX_FIELDS = ("hit_tokens", "miss_cold_tokens", "miss_evicted_tokens", "unaligned_tokens")
 
 
 def page_map(planes: PagePlanes) -> cache_pb2.PageMap:
@@ -36,36 +38,27 @@ def page_map(planes: PagePlanes) -> cache_pb2.PageMap:
 
 
 def sequence_info(view: SequenceView) -> cache_pb2.SequenceInfo:
-    """A live sequence."""
-    info = cache_pb2.SequenceInfo(
+    """A live sequence. In one call, without an empty map: 256 of them are made ten times a second."""
+    seconds, nanos = divmod(view.receive_time_ns, 1_000_000_000)
+    return cache_pb2.SequenceInfo(
         request_id=view.request_id,
         choice_index=view.choice_index,
         owner=view.owner,
         row=view.row,
-        state=int(view.state),  # type: ignore[arg-type]  # the numbers are the enum's
+        state=view.state,  # type: ignore[arg-type]  # the numbers are the enum's
         page_ids=array("I", view.page_ids).tobytes(),
         first_page_index=view.first_page_index,
         token_count=view.token_count,
         prompt_tokens=view.prompt_tokens,
+        prefix=None if view.prefix is None else dict(zip(_PREFIX_FIELDS, view.prefix, strict=True)),
         priority=view.priority,
         preemptions=view.preemptions,
-        receive_time=timestamp(view.receive_time_ns),
-        wait_reason=int(view.wait_reason),  # type: ignore[arg-type]
+        receive_time={"seconds": seconds, "nanos": nanos},
+        wait_reason=view.wait_reason,  # type: ignore[arg-type]
         needed_pages=view.needed_pages,
         tenant=view.tenant,
-        labels=view.labels,
+        labels=view.labels or None,
     )
-    if view.prefix is not None:
-        hit, cold, evicted, unaligned = view.prefix
-        info.prefix.CopyFrom(
-            generation_pb2.PrefixLookup(
-                hit_tokens=hit,
-                miss_cold_tokens=cold,
-                miss_evicted_tokens=evicted,
-                unaligned_tokens=unaligned,
-            )
-        )
-    return info
 
 
 def ended_info(view: SequenceView) -> cache_pb2.SequenceInfo:
