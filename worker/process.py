@@ -53,6 +53,7 @@ from worker.readers.prefix_keys import PrefixKeys
 from worker.readers.recorder import Recorder
 from worker.readers.recording_frames import FrameMaker
 from worker.readers.recording_store import RecordingStore
+from worker.rehearsal import Rehearsal, has_cores
 from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.settings import SchedulerConfig
@@ -362,6 +363,7 @@ class WorkerProcess:
                 on_state=self.link.announce,
                 wake_observer=self._wake_readers,
                 traffic=self.traffic,
+                rehearsal=Rehearsal(self._scheduler.config) if has_cores() else None,
                 clock=self._clock,
             )
             if self.config.debug_poison:
