@@ -1,5 +1,8 @@
 """The engine that benchmarks run: one scheduler for its life, an empty prefix cache where one is wanted."""
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 
 from benchmarks.offline import Engine, measure
@@ -8,8 +11,8 @@ from worker.config import WorkerConfig
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine(
+def engine() -> Iterator[Engine]:
+    engine = Engine(
         WorkerConfig(
             model="random:tiny",
             device="cpu",
@@ -20,6 +23,9 @@ def engine() -> Engine:
             max_batch_tokens=64,
         )
     )
+    yield engine
+    engine.runner.close()
+    gc.unfreeze()
 
 
 def test_a_measured_pass_finds_nothing_in_the_prefix_cache(engine: Engine) -> None:
@@ -32,7 +38,11 @@ def test_a_measured_pass_finds_nothing_in_the_prefix_cache(engine: Engine) -> No
     engine.run(workload)
     assert scheduler.counts().hit_tokens_total == 2 * 20, "whole pages, the last token is computed anyway"
     assert engine._scheduler is scheduler, "made once: its making is no part of a pass"
-    engine.runner.close()
+
+
+def test_a_collection_in_a_pass_does_not_walk_what_was_loaded(engine: Engine) -> None:
+    """It took as long as hundreds of steps, in whichever pass it fell."""
+    assert len(gc.get_objects()) < gc.get_freeze_count() / 10
 
 
 def test_ids_outside_the_vocabulary_are_answered_with_others(engine: Engine) -> None:
@@ -42,4 +52,3 @@ def test_ids_outside_the_vocabulary_are_answered_with_others(engine: Engine) -> 
     row = measure(engine, workload)
     assert row["output_tokens"] == 8
     assert row["slowest_turns"]["decode"][0]["launched"] == {"rows": 2, "tokens": 2}
-    engine.runner.close()
