@@ -55,6 +55,18 @@ class PagedBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class LastQueries:
+    """The tokens of a step that are read behind the last layer, where it has others as well.
+
+    Of the others the last layer needs K and V alone. Each is a decode span of its own in `batch`, over the
+    same slots as in the step; its K and V are stored, so `batch.write_slots` is not read.
+    """
+
+    tokens: Tensor  # int32 [num_spans]: index of each token in the step, ascending
+    batch: PagedBatch
+
+
+@dataclass(frozen=True, slots=True)
 class KvLayer:
     """K and V of one layer, viewed by slot: no copies of the pool's memory.
 

@@ -39,6 +39,9 @@ struct Step {
     const float *cos, *sin;  // [num_positions][head_dim / 2]
     float* const* keys;      // by layer, each [num_slots][num_kv_heads][head_dim]
     float* const* values;
+    // Tokens that are read behind the last layer, ascending, and the step that each of them is a span of; null: all are.
+    const Step* last;
+    const int32_t* last_tokens;  // [last->num_tokens]
     int64_t num_tokens, num_spans, table_stride, num_positions, num_slots;
 };
 

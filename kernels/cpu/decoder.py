@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.batch import KvLayer, PagedBatch
+from kernels.batch import KvLayer, LastQueries, PagedBatch
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.packed import PackedLinear
 
@@ -84,6 +84,8 @@ class _Step(Structure):
         *((name, c_void_p) for name in _STEP_POINTERS),
         ("keys", POINTER(c_void_p)),
         ("values", POINTER(c_void_p)),
+        ("last", c_void_p),
+        ("last_tokens", c_void_p),
         *((name, c_int64) for name in _STEP_SIZES),
     )
 
@@ -119,14 +121,35 @@ class CpuDecoder:
         )
         self._kv: tuple[Sequence[KvLayer], object, object] | None = None
 
-    def run(self, residual: Tensor, batch: PagedBatch, kv_layers: Sequence[KvLayer]) -> Tensor:
+    def run(
+        self,
+        residual: Tensor,
+        batch: PagedBatch,
+        kv_layers: Sequence[KvLayer],
+        last: LastQueries | None = None,
+    ) -> Tensor:
         """Stores K and V of the step, attends, and returns hidden states after the last norm.
 
-        residual [num_tokens, hidden], contiguous: rows of the embedding, overwritten.
+        residual [num_tokens, hidden], contiguous: rows of the embedding, overwritten. With `last`, rows of
+        other tokens are what the last layer has read of them, after its norm.
         """
         normed = torch.empty(residual.shape)
+        step = self._step(batch, kv_layers)
+        if last is not None:
+            assert last.tokens.shape == last.batch.rows.shape, "each of the last queries is a span"
+            those = self._step(last.batch, kv_layers)
+            step.last, step.last_tokens = ctypes.addressof(those), last.tokens.data_ptr()
+        code = self._library.decode(self._decoder, step, residual, normed)
+        assert code == 0, (
+            f"a slot of {batch.write_slots.tolist()} lies outside {kv_layers[0].k.shape[0]} slots, "
+            f"a position of {batch.positions.tolist()} outside {self._cos.shape[0]}, "
+            f"or {last and last.tokens.tolist()} are not ascending tokens of the step"
+        )
+        return normed
+
+    def _step(self, batch: PagedBatch, kv_layers: Sequence[KvLayer]) -> _Step:
         keys, values = self._kv_pointers(kv_layers)
-        step = _Step(
+        return _Step(
             positions=batch.positions.data_ptr(),
             write_slots=batch.write_slots.data_ptr(),
             rows=batch.rows.data_ptr(),
@@ -137,18 +160,12 @@ class CpuDecoder:
             sin=self._sin.data_ptr(),
             keys=keys,
             values=values,
-            num_tokens=residual.shape[0],
+            num_tokens=batch.positions.shape[0],
             num_spans=batch.rows.shape[0],
             table_stride=batch.page_table.stride(0),
             num_positions=self._cos.shape[0],
             num_slots=kv_layers[0].k.shape[0],
         )
-        code = self._library.decode(self._decoder, step, residual, normed)
-        assert code == 0, (
-            f"a slot of {batch.write_slots.tolist()} lies outside {kv_layers[0].k.shape[0]} slots, "
-            f"or a position of {batch.positions.tolist()} outside {self._cos.shape[0]}"
-        )
-        return normed
 
     def _kv_pointers(self, kv_layers: Sequence[KvLayer]) -> tuple[object, object]:
         """Made once per pool: its layers never move."""

@@ -18,7 +18,7 @@ from kernels.reference import ReferenceBackend
 from kernels.testing import random_paged_problem
 from kvatlas.models.files import ModelFiles, ModelKind
 from worker.execution.cpu_model import CpuParts, cpu_model, cpu_parts
-from worker.execution.torch_runner import RunnerConfig, TorchRunner
+from worker.execution.torch_runner import BAD_HIDDEN, RunnerConfig, TorchRunner
 from worker.ids import Row, SequenceId
 from worker.model.layers import Placement
 from worker.model.llama import Model
@@ -27,7 +27,7 @@ from worker.model.random_weights import random_checkpoint
 from worker.model.source import build_model, load_model, open_checkpoint
 from worker.model.toy import toy_config
 from worker.scheduling.sampling import SamplingParams
-from worker.scheduling.step import RowStart, Step
+from worker.scheduling.step import RowStart, Step, StepResult
 
 CPU = torch.device("cpu")
 FP32 = Placement(CPU, torch.float32)
@@ -177,6 +177,70 @@ def test_a_sequence_gives_the_same_tokens_alone_and_in_company(library: CpuLibra
     together = generate(runner(packed), token_ids, 10)
     for ids, answer in zip(token_ids, together, strict=True):
         assert generate(runner(packed), [ids], 10) == [answer]
+
+
+def one_step(
+    found: TorchRunner, spans: Sequence[tuple[int, int]], sampled: Sequence[int], params: SamplingParams
+) -> StepResult:
+    """Spans (start, end), a row each; those from 0 begin, row 0 with `params`, in 12 pages of their own."""
+    begin = [row for row, (start, _) in enumerate(spans) if start == 0]
+    starts = [
+        RowStart(
+            Row(row),
+            SequenceId(row),
+            0,
+            range(row, row + 40),
+            40,
+            params if row == 0 else SamplingParams(),
+            frozenset(),
+        )
+        for row in begin
+    ]
+    pages = [(row, page) for row in begin for page in range(12)]
+    return found.launch(
+        Step(
+            number=0,
+            sequence_ids=[SequenceId(row) for row in range(len(spans))],
+            rows=array("i", range(len(spans))),
+            starts=array("i", [start for start, _ in spans]),
+            ends=array("i", [end for _, end in spans]),
+            sampled=sampled,
+            num_decode=0,
+            row_starts=starts,
+            new_page_rows=array("i", [row for row, _ in pages]),
+            new_page_indexes=array("i", [page for _, page in pages]),
+            new_page_ids=array("i", [12 * row + page for row, page in pages]),
+        )
+    ).result()
+
+
+def test_prompts_are_scored_as_ever_where_others_are_sampled_alone(library: CpuLibrary) -> None:
+    """Who asks for log-probabilities of a prompt reads all of it behind the last layer, in chunks too."""
+    plain, packed = both(library)
+    ways = runner(plain, reference=True), runner(packed)
+    params = SamplingParams(prompt_logprobs=2)
+    for spans, sampled in (([(0, 25), (0, 30)], [1]), ([(25, 40), (30, 40)], [0, 1])):
+        expected, found = (one_step(way, spans, sampled, params) for way in ways)
+        assert list(found.token_ids) == list(expected.token_ids)
+        assert list(found.prompt_logprobs) == list(expected.prompt_logprobs) == [0]
+        pairs = list(zip(found.prompt_logprobs[0], expected.prompt_logprobs[0], strict=True))
+        assert len(pairs) == (25 if spans[0][0] == 0 else 14)
+        for ours, theirs in pairs:
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+            assert [token for token, _ in ours.alternatives] == [token for token, _ in theirs.alternatives]
+
+
+def test_a_chunk_that_reads_nan_fails_though_nothing_of_it_is_sampled(library: CpuLibrary) -> None:
+    """B057: before its pages are kept, and alone."""
+    _, packed = both(library)
+    found = runner(packed)
+    spans, later = [(0, 8), (0, 8), (0, 8)], [(8, 20), (8, 20), (8, 40)]
+    assert one_step(found, spans, [], SamplingParams()).failed == {}
+    for kv in found.kv_pool.layers:
+        kv.k[found.page_table.slots[1, 3].long()] = float("nan")
+    result = one_step(found, later, [2], SamplingParams())
+    assert result.failed == {1: BAD_HIDDEN}
+    assert len(result.token_ids) == 1
 
 
 @pytest.mark.model

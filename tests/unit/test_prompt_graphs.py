@@ -15,10 +15,11 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 from kernels import reference
-from kernels.batch import KvLayer, PagedBatch
+from kernels.batch import KvLayer, LastQueries, PagedBatch
 from kernels.triton_backend import TritonBackend
 from worker.execution.prompt_graphs import PromptGraphs, token_sizes
 from worker.model.fused import FusedModel, OwnRows
+from worker.model.layers import Linear
 from worker.model.toy import toy_config, toy_model
 
 CPU = torch.device("cpu")
@@ -61,11 +62,15 @@ class PlainAttention:
     def static_prefill(self, page_table: Tensor, max_tokens: int) -> Any:
         return Static(self) if self.is_static else None
 
+    def static_decode(self, page_table: Tensor, max_batch: int) -> None:
+        """Only steps that come by message need it."""
+
     def attend(self, kv: KvLayer, q: Tensor, *, scale: float, out: Tensor | None = None) -> Tensor:
-        assert self._batch is not None
-        slots = self._batch.write_slots.long()
-        assert q.shape[0] == len(slots), "attention sees padding"
-        attended = reference.attention(q, kv.k[slots], kv.v[slots], self._batch.positions, scale=scale)
+        batch = self._batch
+        assert batch is not None
+        assert q.shape[0] == len(batch.positions), "attention sees padding"
+        slots = batch.page_table[0, : batch.max_kv_len].long()
+        attended = reference.attention(q, kv.k[slots], kv.v[slots], batch.positions, scale=scale)
         return attended if out is None else out.copy_(attended)
 
 
@@ -127,6 +132,73 @@ def test_a_step_in_pieces_is_the_step_in_one_and_padding_writes_the_dummy_page_a
             torch.testing.assert_close(left.k[:SLOTS], right.k[:SLOTS], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(left.v[:SLOTS], right.v[:SLOTS], rtol=1e-5, atol=1e-5)
     assert backend.num_plans == (2 if is_static else 4)
+
+
+def last_of(batch: PagedBatch, tokens: list[int]) -> LastQueries:
+    """Some tokens of a prompt that `batch_of` made, each a span."""
+    count, positions = len(tokens), torch.tensor(tokens, dtype=torch.int32)
+    spans = replace(
+        batch,
+        rows=torch.zeros(count, dtype=torch.int32),
+        kv_lens=positions + 1,
+        q_indptr=torch.arange(count + 1, dtype=torch.int32),
+        positions=positions,
+        write_slots=positions,
+        num_decode=count,
+        max_kv_len=max(tokens, default=-1) + 1,
+        rows_host=[0] * count,
+        kv_lens_host=[at + 1 for at in tokens],
+        q_lens_host=[1] * count,
+    )
+    return LastQueries(positions, spans)
+
+
+@pytest.mark.parametrize("tokens", [[], [4], [1, 4], [0, 1, 2, 3, 4]])
+@pytest.mark.parametrize(("max_tokens", "is_static"), [(8, False), (8, True), (4, False)])
+def test_the_last_layer_runs_for_the_tokens_that_are_read(
+    monkeypatch: pytest.MonkeyPatch, tokens: list[int], max_tokens: int, is_static: bool
+) -> None:
+    """In pieces, whole, and eagerly: hidden states and all K and V as ever; no product for others."""
+    monkeypatch.setattr("worker.execution.prompt_graphs.SMALLEST", max_tokens)
+    network = toy_model(CONFIG)
+    parts = [getattr(network.layers[-1], name) for name in ("output", "gate_up", "down")]
+    spied = [Spy(part) for part in parts]
+    for name, spy in zip(("output", "gate_up", "down"), spied, strict=True):
+        network.layers[-1] = replace(network.layers[-1], **{name: spy})
+    model = FusedModel(network, own_rows=OwnRows(0, 0, 0))
+    whole, pruned, scale = layers(), layers(), CONFIG.head_dim**-0.5
+    given: Any = PlainAttention(is_static=is_static)
+    batch = batch_of(torch.randperm(SLOTS)[:TOKENS].int())
+    inputs = model.embedding[torch.randint(0, CONFIG.vocab_size, (TOKENS,))]
+    given.plan(batch)
+    steps = (batch.positions, batch.write_slots)
+    expected = model.forward(inputs.clone(), *steps, whole, lambda kv, q: given.attend(kv, q, scale=scale))
+    table = torch.zeros(1, SLOTS, dtype=torch.int32)
+    graphs = PromptGraphs(
+        model, given, pruned, table, max_tokens=max_tokens, dummy_slot=SLOTS, scale=scale, capture=False
+    )
+    for spy in spied:
+        spy.rows.clear()
+    found = graphs.run(inputs.clone(), batch, last_of(batch, tokens))
+    torch.testing.assert_close(found[tokens], expected[tokens], rtol=1e-5, atol=1e-5)
+    assert found.isfinite().all()
+    assert [spy.rows for spy in spied] == [[len(tokens)] if tokens else []] * 3
+    for left, right in zip(whole, pruned, strict=True):
+        torch.testing.assert_close(left.k[:SLOTS], right.k[:SLOTS], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(left.v[:SLOTS], right.v[:SLOTS], rtol=1e-5, atol=1e-5)
+
+
+class Spy:
+    """A product that notes how many rows it is asked for."""
+
+    def __init__(self, linear: Linear) -> None:
+        self._linear = linear
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.rows: list[int] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.rows.append(x.shape[0])
+        return self._linear(x)
 
 
 def test_steps_that_one_graph_does_not_hold_run_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,13 +36,14 @@ from kernels.prompt_step import (
     read_prompts,
     write_prompt_results,
 )
+from kernels.reference import ReferenceBackend
 from kernels.sample_columns import NUM_COLUMNS
 from kernels.static_prefill import MAX_SPANS, SPAN_ROOM
 from kernels.triton_backend import TritonBackend
 from worker.execution.cuda_runner import CudaRunner
 from worker.execution.page_table import PageTable
 from worker.execution.step_buffers import StepOutcome
-from worker.execution.torch_runner import BAD_HIDDEN, BAD_LOGITS, NO_TOKEN_ID, RunnerConfig
+from worker.execution.torch_runner import BAD_HIDDEN, BAD_LOGITS, NO_TOKEN_ID, RunnerConfig, TorchRunner
 from worker.ids import PageId, Row, SequenceId
 from worker.model.toy import toy_config, toy_model
 from worker.scheduling.sampling import SamplingParams
@@ -266,6 +267,42 @@ def test_other_steps_go_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(outcomes) == 2
     assert found.launch(step_of([(3, 0, 5)], sampled=[0], params=[PLAIN])).result().failed == {}
     assert outcomes[2] is not None, "the row is plain again"
+
+
+def test_a_prompt_that_is_scored_goes_through_the_last_layer_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one graph, in pieces beside a decode, and eagerly; next to prompts that are only continued."""
+    config = replace(runner(monkeypatch)._config, max_step_tokens=0)
+    plain = TorchRunner(MODEL, ReferenceBackend(), config, CPU)
+    scored = replace(PLAIN, temperature=0.0, prompt_logprobs=1)
+    begin = step_of([(1, 0, 5), (3, 0, 4)], sampled=[0], params=[scored, PLAIN])
+    mixed = step_of([(1, 5, 6), (2, 0, 6), (3, 4, 6)], sampled=[0, 1], num_decode=1)
+    mixed = mixed._replace(row_starts=[RowStart(Row(2), SequenceId(3), 0, range(8), 8, scored, frozenset())])
+    mixed = mixed._replace(**pages_of(2, 6))
+    long = step_of([(4, 0, 22)], sampled=[0], params=[scored])  # more tokens than any graph holds
+    steps = [begin, mixed, long]
+    expected = [plain.launch(step).result() for step in steps]
+    found = runner(monkeypatch)
+    for step, theirs in zip(steps, expected, strict=True):
+        ours = found.launch(step).result()
+        assert list(ours.token_ids) == list(theirs.token_ids)
+        assert ours.failed == {}
+        assert {span: len(records) for span, records in ours.prompt_logprobs.items()} == {
+            span: len(records) for span, records in theirs.prompt_logprobs.items()
+        }
+        for span, records in theirs.prompt_logprobs.items():
+            given = [record.logprob for record in ours.prompt_logprobs[span]]
+            assert given == pytest.approx([record.logprob for record in records], abs=1e-4)
+    assert [list(theirs.prompt_logprobs) for theirs in expected] == [[0], [0, 1], [0]]
+
+
+def pages_of(row: int, end: int) -> dict[str, Any]:
+    """Columns of new pages for a row that begins."""
+    count = -(-end // PAGE_SIZE)
+    return {
+        "new_page_rows": array("i", [row] * count),
+        "new_page_indexes": array("i", range(count)),
+        "new_page_ids": array("i", [(5 * row + index) % PAGES for index in range(count)]),
+    }
 
 
 def test_more_known_tokens_and_pages_than_a_message_holds_are_sent_before_it(

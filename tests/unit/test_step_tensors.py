@@ -56,6 +56,25 @@ def test_a_mixed_step_reads_ids_and_slots_through_the_tables() -> None:
     assert (batch.num_decode, batch.max_q_len, batch.max_kv_len) == (2, 7, 9)
 
 
+def test_sampled_tokens_are_spans_of_their_own_where_a_step_has_others() -> None:
+    """What the last layer is asked for: none of an inner chunk, and no list where every token is sampled."""
+    table, pool = tables()
+    built = build_step_tensors(step([(3, 4, 5), (0, 1, 4), (1, 2, 9)], [0, 2], 1), table, pool)
+    assert built.last is not None
+    check_batch(built.last.batch)
+    assert built.last.tokens.tolist() == [0, 10]
+    batch = built.last.batch
+    assert batch.rows.tolist() == batch.rows_host == [3, 1]
+    assert batch.kv_lens.tolist() == batch.kv_lens_host == [5, 9]
+    assert batch.positions.tolist() == [4, 8]
+    assert batch.q_indptr.tolist() == [0, 1, 2]
+    assert (batch.num_decode, batch.max_q_len, batch.max_kv_len, batch.q_lens_host) == (2, 1, 9, [1, 1])
+    nothing = build_step_tensors(step([(1, 2, 9)], [], 0), table, pool).last
+    assert nothing is not None
+    assert (nothing.tokens.tolist(), nothing.batch.num_decode) == ([], 0)
+    assert build_step_tensors(step([(3, 4, 5), (0, 1, 2)], [0, 1], 2), table, pool).last is None
+
+
 def test_only_sampled_spans_have_a_token_to_sample() -> None:
     """B064: an inner chunk samples nothing."""
     table, pool = tables()

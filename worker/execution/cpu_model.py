@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.batch import KvLayer, PagedBatch
+from kernels.batch import KvLayer, LastQueries, PagedBatch
 from kernels.cpu.decoder import CpuDecoder, DecoderLayerParts, DecoderShape
 from kernels.cpu.library import CpuLibrary, Format
 from kernels.cpu.packed import PackedLinear, PackedMatrix
@@ -101,10 +101,16 @@ class CpuModel:
             model.rotary.sin,
         )
 
-    def forward_paged(self, input_ids: Tensor, batch: PagedBatch, kv_layers: Sequence[KvLayer]) -> Tensor:
+    def forward_paged(
+        self,
+        input_ids: Tensor,
+        batch: PagedBatch,
+        kv_layers: Sequence[KvLayer],
+        last: LastQueries | None = None,
+    ) -> Tensor:
         """See worker.execution.torch_runner.PagedModel."""
         self._library.use_torch_threads()
-        return self._decoder.run(self._embedding(input_ids).contiguous(), batch, kv_layers)
+        return self._decoder.run(self._embedding(input_ids).contiguous(), batch, kv_layers, last)
 
 
 def cpu_model(model: Model, library: CpuLibrary | None) -> CpuModel | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import GraphBackend
+from kernels.batch import LastQueries
 from kernels.compile_ahead import compiling
 from kernels.compile_watch import CompileWatch
 from kernels.sample import make_scratch, sample
@@ -145,7 +146,7 @@ class CudaRunner(TorchRunner):
     def _run_dummies(self, step: Step) -> None:
         """An eager step without its results; its rows are the dummy row."""
         tensors = build_step_tensors(step, self.page_table, self.token_pool)
-        hidden = self._forward(tensors)
+        hidden = self._forward(tensors, tensors.last)
         self._logits(hidden[tensors.sampled_tokens])
         OnTheWay(nonfinite_tokens(hidden)).arrived()
 
@@ -260,9 +261,9 @@ class CudaRunner(TorchRunner):
             )
         return values
 
-    def _forward(self, tensors: StepTensors) -> Tensor:
+    def _forward(self, tensors: StepTensors, last: LastQueries | None) -> Tensor:
         hidden = torch.nn.functional.embedding(tensors.input_ids, self._fused.embedding)
-        return self.prompt_graphs.run(hidden, tensors.batch)
+        return self.prompt_graphs.run(hidden, tensors.batch, last)
 
     def _sample(self, tensors: StepTensors, hidden: Tensor, masks: StepMasks | None) -> Sampled | None:
         rows = tensors.sampled_rows_host

@@ -6,19 +6,25 @@ number, which is padded to a grid. Where the backend can read spans and tiles fr
 is, and the device would wait for the host, one graph holds the attention, too. Padding writes the dummy page
 and is read by nobody.
 
+Of most prompt tokens only K and V are ever read. So graphs end where the last layer has stored them, and what
+follows runs for the tokens that are sampled: eagerly, since their number is any. A piece of its own holds the
+last layer's rest for all tokens, where a prompt is scored.
+
 Owns the static buffers and the graphs. Where graphs are off the same steps run eagerly, padded alike: the
 library picks its products by size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kernels.backend import GraphBackend
-from kernels.batch import KvLayer, PagedBatch
+from kernels.batch import KvLayer, LastQueries, PagedBatch
 from kernels.prompt_step import mark_broken, prompt_inputs
-from worker.model.fused import FusedModel
+from kernels.static_prefill import MAX_SPANS
+from worker.model.fused import FusedModel, LastRows
 
 SMALLEST = 64  # tokens
 WHOLE_TOKENS = 1024
@@ -62,13 +68,15 @@ class PromptGraphs:
         room = max(self.sizes, default=0)
         like, device = model.embedding, page_table.device
         self.hidden = torch.zeros(room, like.shape[1], dtype=like.dtype, device=device)
-        """[largest size, hidden]: what a step leaves, before the last norm."""
+        """[largest size, hidden]: what a step leaves, before the last norm, or before the last layer."""
         self._positions = torch.zeros(room, dtype=torch.int32, device=device)
         self._slots = torch.full((room,), dummy_slot, dtype=torch.int32, device=device)
         self._q = model.new_q(room)
         self._attended = torch.zeros_like(self._q)
         self.whole_sizes = [size for size in self.sizes if size <= WHOLE_TOKENS]
         self.static = backend.static_prefill(page_table, max(self.whole_sizes)) if self.whole_sizes else None
+        # Attention of the last layer in a whole step: of what is sampled.
+        self._decode = backend.static_decode(page_table, MAX_SPANS) if self.static is not None else None
         # Of a whole step: tokens whose hidden states are not finite.
         self.is_broken = torch.zeros(max(self.whole_sizes, default=0), dtype=torch.int32, device=device)
         self._page_table = page_table
@@ -79,22 +87,26 @@ class PromptGraphs:
         # One for all captures: the library keeps a workspace for every stream that it has seen.
         self._stream = torch.cuda.Stream(device) if self._captures else None  # type: ignore[no-untyped-call]
 
-    def run(self, hidden: Tensor, batch: PagedBatch) -> Tensor:
+    def run(self, hidden: Tensor, batch: PagedBatch, last: LastQueries | None = None) -> Tensor:
         """Hidden states before the last norm, overwritten by the next run; as FusedModel.forward.
 
-        hidden [T, hidden]: embedding rows. `batch` says which tokens they are.
+        hidden [T, hidden]: embedding rows. `batch` says which tokens they are. With `last`, rows of other
+        tokens are not yet through the last layer.
         """
         num_tokens = hidden.shape[0]
         size = next((size for size in self.sizes if size >= num_tokens), None)
         if size is None:
-            self._backend.plan(batch)
-            tokens = (batch.positions, batch.write_slots)
-            return self._model.forward(hidden, *tokens, self._kv, self._attend_eagerly)
+            return self._run_eagerly(hidden, batch, last)
         self._take(hidden, batch, size)
-        if self.static is not None and size in self.whole_sizes and self.static.prepare(batch, size):
+        is_whole = size in self.whole_sizes and self.static is not None and self.static.prepare(batch, size)
+        if is_whole:
             self._run_whole(size)
         else:
             self._run_pieces(batch, size, num_tokens)
+        if last is not None:
+            self._finish(self._q, self.hidden, last)
+        else:
+            self._finish_all(size, num_tokens, is_whole=is_whole)
         return self.hidden[:num_tokens]
 
     def whole_size(self, num_tokens: int) -> int | None:
@@ -103,11 +115,11 @@ class PromptGraphs:
             return None
         return next((size for size in self.whole_sizes if size >= num_tokens), None)
 
-    def run_read(self, token_ids: Tensor, size: int) -> Tensor:
+    def run_read(self, token_ids: Tensor, size: int) -> None:
         """As `run`, of a step whose spans are in `static.words` and whose tokens are in the tables.
 
-        Returns [size, hidden], padding behind the step's tokens. token_ids int32, of the shape of the page
-        table. Also fills `is_broken` up to `size`.
+        Ends where the last layer's K and V are stored: `finish_read` goes on. token_ids int32, of the shape
+        of the page table. Also fills `is_broken` up to `size`.
         """
         assert self.static is not None, "the backend has no static prefill"
         residual = self.hidden[:size]
@@ -122,7 +134,23 @@ class PromptGraphs:
             dummy_slot=self._dummy_slot,
         )
         self._run_whole(size)
-        return residual
+
+    def prepare_finish(self, kv_lens: Sequence[int]) -> None:
+        """The host's part of `finish_read`, before each replay of it, and before its capture."""
+        assert self._decode is not None, "the backend has no static prefill"
+        self._decode.prepare(len(kv_lens), kv_lens)
+
+    def finish_read(self, tokens: Tensor, rows: Tensor, kv_lens: Tensor) -> Tensor:
+        """Hidden states of some tokens behind `run_read`, before the last norm: [n, hidden].
+
+        int32 [n], 0 < n <= MAX_SPANS, always the same memory: index of each token in the step, its row, and
+        its position + 1.
+        """
+        decode = self._decode
+        assert decode is not None, "the backend has no static prefill"
+        decode.begin(rows, kv_lens)
+        last = LastRows(tokens, partial(decode.attend, scale=self._scale))
+        return self._model.finish(self._q, self.hidden, self._layers[-1], last)
 
     def capture_all(self) -> None:
         """Captures every size, the largest first; nothing where graphs are off."""
@@ -139,29 +167,64 @@ class PromptGraphs:
         static = self.static
         assert static is not None, "the backend has no static prefill"
         pieces = self.pieces(size)
-        for layer_kv, _ in zip(self._layers, pieces, strict=False):
+        for layer_kv in self._layers[:-1]:
+            next(pieces)
             static.attend(layer_kv, self._q[:size], self._attended[:size], scale=self._scale)
         next(pieces)
         mark_broken(self.hidden[:size], self.is_broken)
 
     def _run_pieces(self, batch: PagedBatch, size: int, num_tokens: int) -> None:
+        """As far as K and V of the last layer."""
         self._backend.plan(batch)
         pieces = self._replayed(size) if size in self._graphs else self.pieces(size)
-        for layer_kv, _ in zip(self._layers, pieces, strict=False):
-            q, out = self._q[:num_tokens], self._attended[:num_tokens]
-            self._backend.attend(layer_kv, q, scale=self._scale, out=out)
+        for layer_kv in self._layers[:-1]:
+            next(pieces)
+            self._attend_into(layer_kv, num_tokens)
         next(pieces)
+
+    def _run_eagerly(self, residual: Tensor, batch: PagedBatch, last: LastQueries | None) -> Tensor:
+        self._backend.plan(batch)
+        tokens = (batch.positions, batch.write_slots)
+        if last is None:
+            return self._model.forward(residual, *tokens, self._kv, self._attend_eagerly)
+        q = self._model.store(residual, *tokens, self._kv, self._attend_eagerly)
+        self._finish(q, residual, last)
+        return residual
+
+    def _finish(self, q: Tensor, residual: Tensor, last: LastQueries) -> None:
+        """The last layer of some tokens, into their rows of the residual. Plans the backend for them."""
+        if not last.batch.num_decode:
+            return
+        self._backend.plan(last.batch)
+        rows = self._model.finish(q, residual, self._layers[-1], LastRows(last.tokens, self._attend_eagerly))
+        residual.index_copy_(0, last.tokens.long(), rows)
+
+    def _finish_all(self, size: int, num_tokens: int, *, is_whole: bool) -> None:
+        """The last layer of all tokens, the backend or the static attention still planned for them."""
+        if is_whole:
+            assert self.static is not None, "it ran"
+            self.static.attend(self._layers[-1], self._q[:size], self._attended[:size], scale=self._scale)
+        else:
+            self._attend_into(self._layers[-1], num_tokens)
+        if size in self._graphs:
+            self._graphs[size][-1].replay()
+        else:
+            self._last_piece(size)
+
+    def _attend_into(self, kv: KvLayer, num_tokens: int) -> None:
+        q, out = self._q[:num_tokens], self._attended[:num_tokens]
+        self._backend.attend(kv, q, scale=self._scale, out=out)
 
     def _attend_eagerly(self, kv: KvLayer, q: Tensor) -> Tensor:
         return self._backend.attend(kv, q, scale=self._scale)
 
     def _replayed(self, size: int) -> Iterator[None]:
-        for graph in self._graphs[size]:
+        for graph in self._graphs[size][:-1]:
             graph.replay()
             yield
 
     def pieces(self, size: int) -> Iterator[None]:
-        """Runs all of a step of `size` tokens but its attention, piece by piece."""
+        """Runs a step of `size` tokens as far as K and V of the last layer, but for attention, by layers."""
         residual, positions, slots = self.hidden[:size], self._positions[:size], self._slots[:size]
         q, attended = self._q[:size], self._attended[:size].flatten(1)
         pending: Tensor | None = None
@@ -170,8 +233,11 @@ class PromptGraphs:
                 pending = self._model.leave(number - 1, attended, residual)
             self._model.enter(number, pending, residual, positions, slots, layer_kv, q)
             yield
+
+    def _last_piece(self, size: int) -> None:
+        """What follows the last layer's attention, for all tokens."""
+        residual, attended = self.hidden[:size], self._attended[:size].flatten(1)
         residual += self._model.leave(len(self._layers) - 1, attended, residual)
-        yield
 
     @property
     def _layers(self) -> Sequence[KvLayer]:
@@ -211,9 +277,10 @@ class PromptGraphs:
             with self._model.shallow():
                 for _ in self.pieces(size):  # so that the libraries have loaded and allocated what they need
                     pass
+                self._last_piece(size)
             pieces = self.pieces(size)
-            count = len(self._layers) + 1
-            self._graphs[size] = [self._recorded(lambda: next(pieces)) for _ in range(count)]
+            graphs = [self._recorded(lambda: next(pieces)) for _ in self._layers]
+            self._graphs[size] = [*graphs, self._recorded(partial(self._last_piece, size))]
             if self.static is not None and size in self.whole_sizes:
                 self._whole[size] = self._recorded(lambda: self._whole_body(size))
         torch.cuda.current_stream().wait_stream(stream)

@@ -7,6 +7,7 @@ bias shape what is sampled, not what was given.
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,18 +33,24 @@ class PromptLogprobs:
     def of_step(
         self, step: Step, tensors: StepTensors, hidden: Tensor
     ) -> dict[int, Callable[[], list[TokenLogprob]]]:
-        """By span index, what reads the records once the step is over."""
-        rows = tensors.batch.rows_host
-        asking = (self._state.num_prompt_logprobs[rows] != NO_LOGPROBS).nonzero()[0].tolist()
+        """By span index, what reads the records once the step is over. hidden [T, hidden]: of all tokens."""
         readers = {}
-        for span in asking:
-            row, start = step.rows[span], step.starts[span]
-            num_scored = min(step.ends[span], int(self._state.num_prompt[row]) - 1) - start
-            if num_scored > 0:
-                first = int(tensors.q_indptr_host[span])
-                targets = self._token_pool.ids[row, start + 1 : start + 1 + num_scored].long()
-                readers[span] = self._score(hidden[first : first + num_scored], targets, row)
+        for span, num_scored in self.asked(step).items():
+            row, start, first = step.rows[span], step.starts[span], int(tensors.q_indptr_host[span])
+            targets = self._token_pool.ids[row, start + 1 : start + 1 + num_scored].long()
+            readers[span] = self._score(hidden[first : first + num_scored], targets, row)
         return readers
+
+    def asked(self, step: Step) -> dict[int, int]:
+        """By span index, how many of its tokens score the next one; only who has any."""
+        rows = np.frombuffer(step.rows, dtype=np.int32)
+        found = {}
+        for span in (self._state.num_prompt_logprobs[rows] != NO_LOGPROBS).nonzero()[0].tolist():
+            num_prompt = int(self._state.num_prompt[step.rows[span]])
+            num_scored = min(step.ends[span], num_prompt - 1) - step.starts[span]
+            if num_scored > 0:
+                found[span] = num_scored
+        return found
 
     def _score(self, hidden: Tensor, targets: Tensor, row: int) -> Callable[[], list[TokenLogprob]]:
         count = int(self._state.num_prompt_logprobs[row])

@@ -2,14 +2,15 @@
 
 A lone prompt on an idle machine waits for its first token, and the host's launches were longer than what a
 small model's device computes. So whatever such a step needs is put into pinned memory, one kernel reads it,
-two graphs follow (the network, then head and draw), and one kernel leaves the results where the host reads
-them. Owns the buffers and the graphs of the head; the network's are those of PromptGraphs. Which steps these
-are: prompts alone, as many tokens and spans as a whole graph holds, rows that the kernel draws.
+two graphs follow (the network as far as the last layer's K and V, then that layer, head and draw of what is
+sampled), and one kernel leaves the results where the host reads them. Owns the buffers and the graphs of what
+is sampled; the network's are those of PromptGraphs. Which steps these are: prompts alone, as many tokens and
+spans as a whole graph holds, rows that the kernel draws.
 """
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import numpy as np
@@ -94,7 +95,8 @@ class PromptSteps:
         self._buffers = StepBuffers(shapes, lambda: new_event(device), is_pinned=is_cuda)
         self._sampled = torch.zeros(3, MAX_SPANS, dtype=torch.int32, device=device)
         self._max_sampled = min(MAX_SPANS, scratch.ids.shape[0])
-        self._heads: dict[int, torch.cuda.CUDAGraph] = {}  # by number of sampled tokens
+        # By number of sampled tokens, and whether any is filtered.
+        self._heads: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._captures = capture and is_cuda
 
     def run(self, step: Step, starts: Sequence[SampleRow], *, with_filters: bool) -> StepOutcome | None:
@@ -110,7 +112,7 @@ class PromptSteps:
             count = self._fill(buffer.batch_columns, step, starts, size)
             if count is None:
                 return None
-            self._launch(buffer, count, size, len(step.sampled), with_filters)
+            self._launch(buffer, count, size, [step.ends[span] for span in step.sampled], with_filters)
         return StepOutcome(buffer, MAX_SPANS)
 
     def run_bodies(self) -> None:
@@ -122,16 +124,19 @@ class PromptSteps:
             into[:], into[WORDS], rest[SAMPLED_TOKENS:SAMPLED_ROWS] = NO_ENTRY, 0, 0
             rest[SAMPLED_ROWS:SAMPLED_ENDS], rest[SAMPLED_ENDS:COLUMN_ROWS] = self._page_table.dummy_row, 1
             size = min(self._graphs.whole_sizes)
-            for num_sampled in (1, self._max_sampled):
-                self._launch(buffer, BLOCK, size, num_sampled, with_filters=False)
+            counts = sorted({1, min(2, self._max_sampled), self._max_sampled})  # 1 has kernels of its own
+            for num_sampled, with_filters in product(counts, (False, True)):
+                self._launch(buffer, BLOCK, size, [1] * num_sampled, with_filters)
 
     def capture_all(self) -> None:
         """Captures the heads, the largest first; nothing where graphs are off."""
         if not self._captures or self._graphs.static is None:
             return
         self.run_bodies()  # what the graphs record has run once
-        for count in range(self._max_sampled, 0, -1):
-            self._heads[count] = self._graphs.captured(partial(self._head_body, count, False))
+        for count, with_filters in product(range(self._max_sampled, 0, -1), (False, True)):
+            self._graphs.prepare_finish([1] * count)
+            head = self._graphs.captured(partial(self._head_body, count, with_filters))
+            self._heads[count, with_filters] = head
 
     def close(self) -> None:
         """Lets go of the graphs; waits for the steps in flight."""
@@ -191,26 +196,29 @@ class PromptSteps:
             rest[SAMPLED_ENDS + at] = step.ends[span]
 
     def _launch(
-        self, buffer: StepBuffer, count: int, size: int, num_sampled: int, with_filters: bool
+        self, buffer: StepBuffer, count: int, size: int, ends: Sequence[int], with_filters: bool
     ) -> None:
         static, table, ids = self._graphs.static, self._page_table, self._token_pool.ids
         assert static is not None, "there is a size"
         into = (table.slots, ids, self._columns.matrix, static.words, self._sampled)
         read_prompts(buffer.batch, *into, count, page_size=table.page_size)
         self._graphs.run_read(ids, size)
-        self._run_head(num_sampled, with_filters)
+        if ends:
+            self._run_head(ends, with_filters)
         flags = (self._is_finite, self._graphs.is_broken)
         write_prompt_results(self._scratch.ids, *flags, static.words, buffer.results)
 
-    def _run_head(self, count: int, with_filters: bool) -> None:
-        if count in self._heads and not with_filters:
-            self._heads[count].replay()
-        elif count:
-            self._head_body(count, with_filters)
+    def _run_head(self, ends: Sequence[int], with_filters: bool) -> None:
+        self._graphs.prepare_finish(ends)
+        head = self._heads.get((len(ends), with_filters))
+        if head is not None:
+            head.replay()
+        else:
+            self._head_body(len(ends), with_filters)
 
     def _head_body(self, count: int, with_filters: bool) -> None:
         tokens, rows, ends = self._sampled[:, :count]
-        logits = self._model.logits(self._graphs.hidden.index_select(0, tokens))
+        logits = self._model.logits(self._graphs.finish_read(tokens, rows, ends))
         where = (rows, ends, self._columns, self._scratch, self._model.config.vocab_size)
         sample(logits, *where, with_filters=with_filters, token_pool=self._token_pool.ids)
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.batch import PagedBatch
+from kernels.batch import LastQueries, PagedBatch
 from worker.execution.page_table import PageTable
 from worker.execution.token_pool import TokenPool
 from worker.scheduling.step import Step
@@ -28,6 +28,7 @@ class StepTensors:
     sampled_tokens: Tensor  # int32 [num_sampled]: index of the last token of each sampled span
     sampled_rows: Tensor  # int32 [num_sampled]
     sampled_ends: Tensor  # int32 [num_sampled]: absolute position of the token to be sampled
+    last: LastQueries | None  # the sampled tokens; None where they are all that the step has
     # On the host:
     q_indptr_host: HostColumn  # [num_spans + 1]
     sampled_rows_host: HostColumn  # [num_sampled]
@@ -46,6 +47,8 @@ class HostColumns:
     sampled_tokens: HostColumn
     sampled_rows: HostColumn
     sampled_ends: HostColumn
+    sampled_positions: HostColumn  # of the sampled tokens
+    sampled_indptr: HostColumn  # [num_sampled + 1]: a span each
 
     @classmethod
     def of(cls, step: Step) -> "HostColumns":
@@ -65,6 +68,8 @@ class HostColumns:
             sampled_tokens=q_indptr[sampled + 1] - 1,
             sampled_rows=rows[sampled],
             sampled_ends=ends[sampled],
+            sampled_positions=ends[sampled] - 1,
+            sampled_indptr=np.arange(len(sampled) + 1, dtype=np.int32),
         )
 
     def to_device(self, device: torch.device) -> dict[str, Tensor]:
@@ -110,7 +115,28 @@ def build_step_tensors(step: Step, page_table: PageTable, token_pool: TokenPool)
         sampled_tokens=moved["sampled_tokens"],
         sampled_rows=moved["sampled_rows"],
         sampled_ends=moved["sampled_ends"],
+        last=_last_queries(host, moved, batch) if len(host.sampled_tokens) < len(host.positions) else None,
         q_indptr_host=host.q_indptr,
         sampled_rows_host=host.sampled_rows,
         sampled_ends_host=host.sampled_ends,
     )
+
+
+def _last_queries(host: HostColumns, moved: dict[str, Tensor], batch: PagedBatch) -> LastQueries:
+    ends = host.sampled_ends.tolist()
+    spans = PagedBatch(
+        page_table=batch.page_table,
+        rows=moved["sampled_rows"],
+        kv_lens=moved["sampled_ends"],
+        q_indptr=moved["sampled_indptr"],
+        positions=moved["sampled_positions"],
+        write_slots=moved["sampled_positions"],  # not read
+        num_decode=len(ends),
+        max_q_len=min(1, len(ends)),
+        max_kv_len=max(ends, default=0),
+        page_size=batch.page_size,
+        rows_host=host.sampled_rows.tolist(),
+        kv_lens_host=ends,
+        q_lens_host=[1] * len(ends),
+    )
+    return LastQueries(moved["sampled_tokens"], spans)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import AttentionBackend, CopyOfPages
-from kernels.batch import KvLayer, PagedBatch
+from kernels.batch import KvLayer, LastQueries, PagedBatch
 from kernels.cpu_backend import CpuBackend
 from worker.execution.constraint_masks import ConstraintMasks, StepMasks
 from worker.execution.cpu_model import cpu_model
@@ -63,8 +63,12 @@ class Model(Protocol):
 class PagedModel(Protocol):
     """A network that stores K and V and attends on its own; the runner's backend is then not asked."""
 
-    def forward_paged(self, input_ids: Tensor, batch: PagedBatch, kv_layers: Sequence[KvLayer]) -> Tensor:
-        """As Model.forward, over the pages of `batch`."""
+    def forward_paged(
+        self, input_ids: Tensor, batch: PagedBatch, kv_layers: Sequence[KvLayer], last: LastQueries | None
+    ) -> Tensor:
+        """As Model.forward, over the pages of `batch`; with `last`, rows of other tokens are not yet through
+        the last layer: what it reads of them.
+        """
         ...
 
 
@@ -128,7 +132,7 @@ class TorchRunner:
         self.constraint_masks = ConstraintMasks(config.vocab_size)
         self._prompt_logprobs = PromptLogprobs(self._state, self.token_pool, self._logits)
         log.info(
-            "runner ready device=%s backend=%s pages=%d page_size=%d kv_bytes=%d",
+            "event=runner_ready device=%s backend=%s pages=%d page_size=%d kv_bytes=%d",
             device,
             backend.name,
             config.num_pages,
@@ -205,7 +209,9 @@ class TorchRunner:
         tensors = build_step_tensors(step, self.page_table, self.token_pool)
         rows, ends = tensors.sampled_rows_host, tensors.sampled_ends_host
         pending = self.constraint_masks.begin(rows, ends)
-        hidden = self._forward(tensors)
+        # Who scores a prompt reads all of it behind the last layer.
+        last = None if self._prompt_logprobs.asked(step) else tensors.last
+        hidden = self._forward(tensors, last)
         masks = pending.result() if pending is not None else None
         sampled = self._sample(tensors, hidden, masks)
         prompt = self._prompt_logprobs.of_step(step, tensors, hidden)
@@ -219,9 +225,13 @@ class TorchRunner:
         if pages and isinstance(self._backend, CopyOfPages):
             self._backend.refresh_pages(torch.tensor(pages, dtype=torch.int64))
 
-    def _forward(self, tensors: StepTensors) -> Tensor:
+    def _forward(self, tensors: StepTensors, last: LastQueries | None) -> Tensor:
+        """[num_tokens, hidden]: hidden states of the tokens in `last`, None: of all; in rows of others what
+        is finite where what their pages hold is, or all hidden states.
+        """
         if self._paged_model is not None:
-            return self._paged_model.forward_paged(tensors.input_ids, tensors.batch, self.kv_pool.layers)
+            where = (tensors.batch, self.kv_pool.layers)
+            return self._paged_model.forward_paged(tensors.input_ids, *where, last)
         self._backend.plan(tensors.batch)
         return self._model.forward(tensors.input_ids, tensors.batch.positions, self._attend)
 

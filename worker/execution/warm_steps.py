@@ -15,13 +15,17 @@ DECODE_CONTEXT = 640  # more than one chunk of decode attention
 
 
 def warm_steps(*, max_step_tokens: int, max_running: int, row_width: int, dummy_row: int) -> list[Step]:
-    """Prompts alone, prompts beside many decodes and beside one, large steps first; last a late piece."""
+    """Prompts beside many decodes and beside one, prompts alone, large steps first; last a late piece.
+
+    Most decodes come first: whatever grows with their number has its size before the others run.
+    """
     sizes = list(_halves(max_step_tokens))
-    steps = [_step(_prompts(size, row_width), dummy_row, 0, max_running) for size in sizes]
+    steps = []
     for size, num_decode in _beside_prompts(sizes, max_running):
         context = min(DECODE_CONTEXT, row_width)
         spans = [(context - 1, context)] * num_decode + _prompts(size - num_decode, row_width)
         steps.append(_step(spans, dummy_row, num_decode, max_running))
+    steps += [_step(_prompts(size, row_width), dummy_row, 0, max_running) for size in sizes]
     if sizes:
         steps.append(_step([_late_piece(row_width)], dummy_row, 0, max_running))
     return steps

@@ -33,6 +33,14 @@ what q and K go through) → [T, num_heads, head_dim]. Leaves K and V stored."""
 
 
 @dataclass(frozen=True, slots=True)
+class LastRows:
+    """Which tokens are read behind the last layer, and how they attend there."""
+
+    tokens: Tensor  # int32 [n], n > 0: index of each in the step
+    attend: AttendStored  # their queries [n, num_heads, head_dim]
+
+
+@dataclass(frozen=True, slots=True)
 class OwnRows:
     """Rows up to which our own products beat the library's; figures in docs/kernels.md."""
 
@@ -89,7 +97,33 @@ class FusedModel:
 
         residual [T, hidden]: embedding rows, overwritten; positions, slots int32 [T].
         """
-        return self._forward(residual, kv, self.stored_first(positions, slots, attend))
+        q, last = self.store(residual, positions, slots, kv, attend), self.depth - 1
+        residual += self.leave(last, attend(kv[last], q).flatten(1), residual)
+        return residual
+
+    def store(
+        self, residual: Tensor, positions: Tensor, slots: Tensor, kv: Sequence[KvLayer], attend: AttendStored
+    ) -> Tensor:
+        """`forward` as far as K and V of the last layer; its queries [T, num_heads, head_dim]."""
+        q = self.new_q(residual.shape[0])
+        pending: Tensor | None = None
+        for number, layer_kv in enumerate(kv[: self.depth]):
+            self.enter(number, pending, residual, positions, slots, layer_kv, q)
+            if number + 1 < self.depth:
+                pending = self.leave(number, attend(layer_kv, q).flatten(1), residual)
+        return q
+
+    def finish(self, q: Tensor, residual: Tensor, kv: KvLayer, last: LastRows) -> Tensor:
+        """The last layer behind its K and V, for some tokens: their hidden states before the last norm.
+
+        q, residual: of all tokens, as `enter` of the last layer leaves them, not changed; kv: of that layer.
+        Returns [n, hidden].
+        """
+        layer, rows = self._layers[self.depth - 1], residual.index_select(0, last.tokens)
+        attended = last.attend(kv, q.index_select(0, last.tokens)).flatten(1)
+        normed = add_rms_norm(layer.output(attended), rows, layer.mlp_norm, self.config.rms_norm_eps)
+        rows += layer.down(silu_mul(layer.gate_up(normed)))
+        return rows
 
     def stored_first(self, positions: Tensor, slots: Tensor, attend: AttendStored) -> AttendProduct:
         """Attention that finds K and V stored, behind a kernel that splits the product and stores them."""
