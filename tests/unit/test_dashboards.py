@@ -156,6 +156,22 @@ def test_every_name_in_a_query_is_exported_or_recorded() -> None:
             assert set(NAME.findall(json.dumps(variable["query"]))) <= known, variable["name"]
 
 
+def test_ratios_are_never_added_up() -> None:
+    """B118: two workers that are half full are not one that is full."""
+    ratio = re.compile(r"\bsum(?: by \([^)]*\))? ?\((?:[^()]*\()*kvatlas:\w+:ratio")
+    queries = [(place, target["expr"]) for place, _, target in targets()]
+    for name in ("recording.yml", "alerts.yml"):
+        for group in yaml.safe_load((PROMETHEUS / name).read_text())["groups"]:
+            queries += [(rule.get("record") or rule["alert"], rule["expr"]) for rule in group["rules"]]
+    assert len(queries) > 100
+    assert [place for place, expression in queries if ratio.search(expression)] == []
+    for wrong in (
+        "sum(kvatlas:pages_available:ratio)",
+        "sum by (job) (max(kvatlas:ttft_slow:ratio5m{a='b'}))",
+    ):
+        assert ratio.search(wrong)
+
+
 def test_every_metric_is_in_the_panel_that_its_table_names_or_says_why_in_none() -> None:
     shown: dict[str, str] = {}
     for board in boards():

@@ -28,6 +28,36 @@ def test_the_fake_runner_takes_its_ids_from_the_model() -> None:
     assert facts.model.eos_token_ids == (257,)
 
 
+def test_every_end_token_of_a_model_s_files_ends_a_sequence(tmp_path: Path) -> None:
+    """B076: all of them reach the scheduler, which knows no file."""
+    import torch
+    from safetensors.torch import save_file
+
+    from worker.process import _scheduler_config
+
+    files = {
+        "config.json": {
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 128,
+            "vocab_size": 12,
+            "max_position_embeddings": 256,
+            "eos_token_id": 5,
+        },
+        "generation_config.json": {"eos_token_id": [7, 9]},
+        "tokenizer_config.json": {"eos_token": "<end>"},
+        "tokenizer.json": {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 11, "content": "<end>"}]},
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    save_file({"unread": torch.zeros(1)}, tmp_path / "model.safetensors")  # sizes come from the config
+    config = replace(TINY, model=str(tmp_path))
+    facts = choose_device(config).facts(config)
+    assert _scheduler_config(resolved(config), facts, b"", 0.0).eos_token_ids == {5, 7, 9, 11}
+
+
 @pytest.mark.parametrize(
     ("page_size", "num_pages", "context", "width"),
     [(1, 100, 31, 32), (1, 100, 33, 64), (16, 100, 150, 160), (64, 100, 150, 192), (64, 2, 4096, 128)],
