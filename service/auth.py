@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvatlas.file_stamp import file_stamp
 from service import errors
 from service.admission import Quota
 from service.interceptor import metadata_values
@@ -175,7 +176,7 @@ class Authenticator:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stamp = _stamp(path)
+        self._stamp = file_stamp(path)
         self.principals = read_principals(path)
         self.on_refused: Callable[[], object] = lambda: None  # a new file was refused, the old one stays
         self._quotas: dict[str, Quota] = {}  # by principal; kept over reloads, since their calls go on
@@ -207,7 +208,7 @@ class Authenticator:
 
     def reload(self) -> bool:
         """Reads the file if it has changed; whether the principals are new."""
-        stamp = _stamp(self._path)
+        stamp = file_stamp(self._path)
         if stamp == self._stamp:
             return False
         self._stamp = stamp
@@ -230,12 +231,3 @@ class Authenticator:
             return None
         names = context.auth_context().get("x509_subject_alternative_name", ())
         return self.principals.of_certificate([name.decode(errors="replace") for name in names])
-
-
-def _stamp(path: Path) -> tuple[int, int, int]:
-    """Changes with the file, a replaced one and a symbolic link's new target included."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return (0, 0, 0)
-    return (stat.st_ino, stat.st_size, stat.st_mtime_ns)

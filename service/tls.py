@@ -10,6 +10,8 @@ from typing import Any
 
 import grpc
 
+from kvatlas.file_stamp import Stamp, file_stamp
+
 log = logging.getLogger("service.tls")
 
 
@@ -21,10 +23,9 @@ class TlsFiles:
     key: Path
     client_ca: Path | None = None
 
-    def stamp(self) -> tuple[int, ...]:
-        """Changes with any of the files. Raises OSError."""
-        stats = [path.stat() for path in (self.certificate, self.key, self.client_ca) if path]
-        return tuple(number for stat in stats for number in (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    def stamp(self) -> tuple[Stamp, ...]:
+        """Changes with any of the files."""
+        return tuple(file_stamp(path) for path in (self.certificate, self.key, self.client_ca) if path)
 
     def configuration(self) -> Any:
         """What gRPC takes. Raises OSError, ValueError for what is no PEM."""

@@ -119,6 +119,19 @@ def test_a_changed_file_is_read_and_a_wrong_one_leaves_the_old_in_force(
     assert auth.principals.of_token(TOKEN) is None, "taken away"
 
 
+def test_a_file_that_others_may_read_from_now_on_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = written(tmp_path / "auth.toml", entry(TOKEN))
+    auth = Authenticator(path)
+    path.chmod(0o644)
+    with caplog.at_level(logging.ERROR):
+        assert not auth.reload()
+    assert "event=auth_file_refused kept=old" in caplog.text
+    path.chmod(0o600)
+    assert auth.reload()
+
+
 def test_a_reload_that_fails_is_followed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

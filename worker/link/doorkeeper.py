@@ -15,6 +15,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from kvatlas.file_stamp import file_stamp
 from kvatlas.seam_keys import SeamFiles, SeamKeyError, read_key, read_peers
 from worker.channels import Wakeup
 from worker.log import log_event
@@ -46,7 +47,7 @@ class Doorkeeper:
         self._on_failure = on_failure
         self._clock = clock
         self._key = read_key(files.key)
-        self._stamp = _stamp(files)
+        self._stamp = file_stamp(files.peers)
         self._peers = read_peers(files.peers)
         self.refusals = {UNKNOWN_KEY: 0, HANDSHAKE: 0}
         self._last_logged = dict.fromkeys(self.refusals, -QUIET_SECONDS)
@@ -117,7 +118,7 @@ class Doorkeeper:
 
     def _known(self) -> "dict[bytes, str]":
         """Names by key, of the file as it is now if it is right."""
-        stamp = _stamp(self._files)
+        stamp = file_stamp(self._files.peers)
         if stamp != self._stamp:
             self._stamp = stamp
             try:
@@ -141,11 +142,3 @@ class Doorkeeper:
             self._last_logged[reason] = now
             total = self.refusals[reason]
             log_event(logger, logging.WARNING, "seam_refused", reason=reason, total=total, **about)
-
-
-def _stamp(files: SeamFiles) -> tuple[int, int, int]:
-    try:
-        status = files.peers.stat()
-    except OSError:
-        return (0, 0, 0)
-    return (status.st_ino, status.st_size, status.st_mtime_ns)
