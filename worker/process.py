@@ -244,6 +244,7 @@ class WorkerProcess:
             doorkeeper=self.doorkeeper,
             on_failure=self._fail,
             clock=self._clock,
+            rehearses=has_cores(),
         )
         self._stack.callback(self.link.close)  # before the observer, whose answers it sends
 

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from kvatlas.worker.v1 import worker_pb2
 from worker.channels import CommandQueue, OutputQueue
 from worker.description import WorkerState
-from worker.link import codec, integrity_codec, status_codec
+from worker.link import codec, integrity_codec, rehearsal, status_codec
 from worker.link.addresses import bind, last_endpoint
 from worker.link.commands import CommandDesk, OtherDesk
 from worker.link.constraint_desk import ConstraintDesk
@@ -40,6 +40,7 @@ from worker.messages import (
     StepOutputs,
     Ticket,
 )
+from worker.rehearsal import EVERY_SECONDS, LASTING_SECONDS
 from worker.scheduling.request import AbortReason, AddOutcome, AddStatus
 from worker.status import StatusBoard
 
@@ -48,6 +49,7 @@ SILENCE_SECONDS = 5.0
 SEND_HIGH_WATER_MARK = 10_000
 READS_PER_TURN = 256  # so that outputs are not held up by a flood of requests
 SENDS_PER_TURN = 64
+REHEARSAL_MILLISECONDS = int(EVERY_SECONDS * 1000)
 FLUSH_MILLISECONDS = 500  # for the last messages of an orderly end
 
 _ABORT_REASONS = frozenset(map(int, AbortReason))
@@ -73,6 +75,7 @@ class EngineLink:
         on_failure: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         silence_seconds: float = SILENCE_SECONDS,
+        rehearses: bool = False,
     ) -> None:
         self._commands = commands
         self._outputs = outputs
@@ -86,6 +89,8 @@ class EngineLink:
         self.sequence_mismatches = 0  # heartbeats of services whose live count differs from ours
         self._is_stopping = False
         self._beats_at_once = False
+        self._example = rehearsal.example() if rehearses else b""
+        self._rehearses_until = 0.0
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a vanished peer is an error, not a silent drop
         self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a service that restarts takes its name over
@@ -150,10 +155,20 @@ class EngineLink:
     def _wait(self, seconds: float) -> None:
         if len(self._outputs):
             return
-        if self._commands.has_room:
-            self._poll_all.poll(max(0, int(seconds * 1000)))
-        else:  # the engine is behind: look again soon, read nothing until then
+        milliseconds = max(0, int(seconds * 1000))
+        if not self._commands.has_room:  # the engine is behind: look again soon, read nothing until then
             self._poll_outputs.poll(5)
+        elif not self._is_rehearsing:
+            self._poll_all.poll(milliseconds)
+        elif not self._poll_all.poll(min(milliseconds, REHEARSAL_MILLISECONDS)):
+            rehearsal.play(self._example)
+
+    @property
+    def _is_rehearsing(self) -> bool:
+        """For a moment after the last end, and never beside the engine, which needs the interpreter."""
+        if not self._example or self._clock() >= self._rehearses_until:
+            return False
+        return not any(peer.live_sequences for peer in self._peers.by_identity.values())
 
     # Service to worker.
 
@@ -327,6 +342,8 @@ class EngineLink:
             peer = self._peers.by_source.get(source)
             if peer is not None:
                 peer.live_sequences -= len(columns.ends)
+                if columns.ends:
+                    self._rehearses_until = self._clock() + LASTING_SECONDS
                 self._send(peer, step=codec.step_output(item.step, item.seconds, columns))
 
     def _send_answer(self, item: AddAnswer) -> None:
