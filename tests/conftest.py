@@ -68,6 +68,38 @@ def model_path() -> Path:
     return resolve_model(MODEL).location
 
 
+@pytest.fixture
+def run_on_absent_gpu(tmp_path: Path) -> Callable[[str], list[str]]:
+    """Runs a program for kernels/testing_driver.py: an empty cache of kernels, no interpreter. Its lines.
+
+    It may import what lies in `tmp_path`, and is a file there, since Triton reads the sources of kernels.
+    """
+
+    def run(program: str) -> list[str]:
+        file = tmp_path / "program.py"
+        file.write_text(f"import sys\nsys.path[:] = {[str(tmp_path), *sys.path]!r}\n{program}")
+        environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_INTERPRET": "0"}
+        done = subprocess.run(
+            [sys.executable, file], env=environment, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout.splitlines()
+
+    return run
+
+
+@pytest.fixture
+def git() -> Callable[..., str]:
+    """`git(folder, *arguments)`: what git prints, with an identity for commits."""
+
+    def call(folder: Path, *arguments: str) -> str:
+        identity = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
+        command = ["git", "-C", str(folder), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    return call
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     """Python's own generator starts alike in every test; numpy and torch seed where they are used."""

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,14 +23,11 @@ print(write_result("try", {}, [], Path("out")))
 """
 
 
-def git(folder: Path, *arguments: str) -> str:
-    identity = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
-    command = ["git", "-C", str(folder), *identity, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+Git = Callable[..., str]
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path: Path, git: Git) -> Path:
     """A repository with one commit that holds the module under test."""
     folder = tmp_path / "checkout"
     git(tmp_path, "init", "-q", str(folder))
@@ -50,14 +48,14 @@ def result_of(folder: Path, *meanwhile: str) -> dict[str, object]:
     return found
 
 
-def test_a_commit_made_during_a_run_is_not_the_runs(checkout: Path) -> None:
+def test_a_commit_made_during_a_run_is_not_the_runs(checkout: Path, git: Git) -> None:
     before = git(checkout, "rev-parse", "--short", "HEAD")
     commit = "git -c user.name=n -c user.email=e -c commit.gpgsign=false commit -q --allow-empty -m later"
     assert result_of(checkout, *commit.split())["commit"] == before
     assert git(checkout, "rev-parse", "--short", "HEAD") != before
 
 
-def test_a_file_that_differed_at_the_start_shows(checkout: Path) -> None:
+def test_a_file_that_differed_at_the_start_shows(checkout: Path, git: Git) -> None:
     (checkout / "benchmarks" / "__init__.py").write_text("# another\n")
     before = git(checkout, "rev-parse", "--short", "HEAD")
     assert result_of(checkout)["commit"] == f"{before}+"
@@ -66,7 +64,7 @@ def test_a_file_that_differed_at_the_start_shows(checkout: Path) -> None:
     assert result_of(checkout, "rm", "run.py")["commit"] == later
 
 
-def test_an_archive_knows_its_commit_even_inside_another_repository(checkout: Path) -> None:
+def test_an_archive_knows_its_commit_even_inside_another_repository(checkout: Path, git: Git) -> None:
     commit = git(checkout, "rev-parse", "--short", "HEAD")
     inside = checkout / "unpacked"
     inside.mkdir()

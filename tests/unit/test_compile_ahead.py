@@ -1,11 +1,7 @@
 """Kernels compiled before their launch: asked for first, begun in turns, loaded by who compiled them."""
 
-import os
-import subprocess
-import sys
-import textwrap
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from pathlib import Path
 from threading import Event
 from typing import Any, cast
 
@@ -123,80 +119,47 @@ def test_an_error_while_a_kernel_is_just_compiled_leaves_that_kernel() -> None:
     assert isinstance(slow.exception(0), KeyError)
 
 
-# Triton with the target of a GPU that is not there: it compiles for real and loads into this log.
-A_DRIVER = """
+# Compiles for a GPU that is not there.
+PROGRAM = """
 import os, pathlib
 import torch, triton, triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
 from kernels.compile_ahead import compiling
 from kernels.launcher import launch
+from kernels.testing_driver import AbsentGpu
 
-loaded = []
+gpu = AbsentGpu()
 
-class Utils:
-    def load_binary(self, name, cubin, shared, device):
-        loaded.append(name)
-        return object(), object(), 16, 0, 1024
-    def unload_module(self, module): pass
-    def get_device_properties(self, device): return {"max_shared_mem": 232448}
+@triton.jit
+def double(x, n, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(x + at, 2 * tl.load(x + at, at < n), at < n)
 
-class Driver:
-    utils = Utils()
-    launcher_cls = staticmethod(lambda source, metadata: lambda *arguments: loaded.append("launched"))
-    def get_current_device(self): return 0
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_stream(self, device): return 0
+def ask(size):
+    launch(double, (1,), (torch.zeros(64), 64), (size,), num_warps=1)
 
-driver.set_active(Driver())
+with compiling(torch.device("cpu")):
+    for size in (32, 64, 32):
+        ask(size)
+    print("asked", gpu.loaded)
+print("compiled", gpu.loaded)
+kept = {file.suffix for file in pathlib.Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.*")}
+print("kept", sorted(kept & {".ttir", ".ttgir", ".llir", ".ptx", ".cubin"}))
+with compiling(torch.device("cpu")):
+    ask(64)
+print("again", len(gpu.loaded), gpu.launched)
+ask(64)
+print("launch", len(gpu.loaded), gpu.launched)
 """
 
 
-def run_with_a_driver(code: str, folder: Path) -> str:
-    """What a program prints; it lies in a file because Triton reads the sources of kernels."""
-    path = f"import sys; sys.path[:] = {sys.path!r}\n"
-    program = folder / "program.py"
-    program.write_text(path + A_DRIVER + textwrap.dedent(code))
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache")}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, program], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def test_launches_within_it_compile_and_load_once_and_launch_nothing(tmp_path: Path) -> None:
+def test_launches_within_it_compile_and_load_once_and_launch_nothing(
+    run_on_absent_gpu: Callable[[str], list[str]],
+) -> None:
     """The real compiler of Triton for a GPU's target, without the GPU."""
-    printed = run_with_a_driver(
-        """
-        @triton.jit
-        def double(x, n, SIZE: tl.constexpr):
-            at = tl.arange(0, SIZE)
-            tl.store(x + at, 2 * tl.load(x + at, at < n), at < n)
-
-        def ask(size):
-            launch(double, (1,), (torch.zeros(64), 64), (size,), num_warps=1)
-
-        with compiling(torch.device("cpu")):
-            for size in (32, 64, 32):
-                ask(size)
-            print("asked", loaded)
-        print("compiled", loaded)
-        kept = {file.suffix for file in pathlib.Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.*")}
-        print("kept", sorted(kept & {".ttir", ".ttgir", ".llir", ".ptx", ".cubin"}))
-        with compiling(torch.device("cpu")):
-            ask(64)
-        print("again", len(loaded))
-        ask(64)
-        print("launch", loaded[-1], len(loaded))
-        """,
-        tmp_path,
-    )
-    assert printed.splitlines() == [
+    assert run_on_absent_gpu(PROGRAM) == [
         "asked []",
         "compiled ['double', 'double']",
         "kept ['.cubin']",
-        "again 2",
-        "launch launched 3",
+        "again 2 []",
+        "launch 2 ['double']",
     ]

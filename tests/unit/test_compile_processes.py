@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,38 +35,20 @@ def broken(x, n, SIZE: tl.constexpr):
     tl.static_assert(SIZE < 0, "never so small")
 """
 
-# Triton for a GPU that is not there: it compiles for real; loading a kernel only notes it.
+# Compiles for a GPU that is not there, with two processes.
 PROGRAM = """
 import logging, os, pathlib
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
+from triton import knobs
 from kernels import compile_processes
 from kernels.compile_ahead import compiling
 from kernels.compile_processes import CompileProcesses
 from kernels.launcher import launch
+from kernels.testing_driver import AbsentGpu
 from some_kernels import broken, double
 
 logging.basicConfig(level="WARNING", stream=sys.stdout, format="%(message)s")
-loaded = []
-
-class Utils:
-    def load_binary(self, name, cubin, shared, device):
-        loaded.append(name)
-        return object(), object(), 16, 0, 1024
-    def unload_module(self, module): pass
-    def get_device_properties(self, device): return {"max_shared_mem": 232448}
-
-class Driver:
-    utils = Utils()
-    launcher_cls = staticmethod(lambda source, metadata: lambda *arguments: None)
-    def get_current_device(self): return 0
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_stream(self, device): return 0
-
-driver.set_active(Driver())
-hits = []
-from triton import knobs
+gpu, hits = AbsentGpu(), []
 knobs.compilation.listener = lambda *, src, metadata, metadata_group, times, cache_hit: hits.append(cache_hit)
 compile_processes.END_SECONDS = 60
 processes = CompileProcesses(["some_kernels"], 2, mark=pathlib.Path(os.environ["TRITON_CACHE_DIR"]) / "mark")
@@ -74,35 +56,27 @@ compile_processes._begun.append(processes)
 """
 
 
-def run(code: str, folder: Path) -> list[str]:
+@pytest.fixture
+def run(tmp_path: Path, run_on_absent_gpu: Callable[[str], list[str]]) -> Callable[[str], list[str]]:
     """Lines that a program prints, in a process of its own with an empty cache."""
-    (folder / "some_kernels.py").write_text(KERNELS)
-    path = [str(folder), *sys.path]
-    program = f"import sys; sys.path[:] = {path!r}\n" + PROGRAM + textwrap.dedent(code)
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache")}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
+    (tmp_path / "some_kernels.py").write_text(KERNELS)
+    return lambda code: run_on_absent_gpu(PROGRAM + textwrap.dedent(code))
 
 
-def test_kernels_come_from_the_processes_and_these_end(tmp_path: Path) -> None:
+def test_kernels_come_from_the_processes_and_these_end(run: Callable[[str], list[str]]) -> None:
     assert run(
         """
         with compiling(torch.device("cpu")):
             for size in (16, 32, 64):
                 launch(double, (1,), (torch.zeros(64), 64), (size,), num_warps=1)
-        print(hits, loaded, processes._process.returncode, processes._mark.exists())
+        print(hits, gpu.loaded, processes._process.returncode, processes._mark.exists())
         launch(double, (1,), (torch.zeros(64), 64), (128,), num_warps=1)
         print(hits)
-        """,
-        tmp_path,
+        """
     ) == ["[True, True, True] ['double', 'double', 'double'] 0 True", "[True, True, True, False]"]
 
 
-def test_what_a_process_cannot_compile_is_tried_here_and_says_why(tmp_path: Path) -> None:
+def test_what_a_process_cannot_compile_is_tried_here_and_says_why(run: Callable[[str], list[str]]) -> None:
     printed = run(
         """
         try:
@@ -112,15 +86,14 @@ def test_what_a_process_cannot_compile_is_tried_here_and_says_why(tmp_path: Path
             print("here:", "never so small" in str(error))
         print("ended", processes._process.returncode)
         print("marked", processes._mark.exists())
-        """,
-        tmp_path,
+        """
     )
     assert "event=compiled_here kernels=1 first='broken: " in printed[0]
     assert "never so small" in printed[0]
     assert printed[-3:] == ["here: True", "ended 0", "marked False"]
 
 
-def test_processes_that_die_are_done_without(tmp_path: Path) -> None:
+def test_processes_that_die_are_done_without(run: Callable[[str], list[str]]) -> None:
     """However many kernels come after them: nobody waits for a process that is gone."""
     printed = run(
         """
@@ -128,15 +101,14 @@ def test_processes_that_die_are_done_without(tmp_path: Path) -> None:
         with compiling(torch.device("cpu")):
             for size in (16, 32, 64, 128):
                 launch(double, (1,), (torch.zeros(64), 64), (size,), num_warps=1)
-        print(hits, loaded)
-        """,
-        tmp_path,
+        print(hits, gpu.loaded)
+        """
     )
     assert 'event=compiled_here kernels=4 first="double: no answer: ' in printed[0]
     assert printed[-1] == f"{[False] * 4} {['double'] * 4}"
 
 
-def test_a_process_that_hangs_is_given_up_and_ended(tmp_path: Path) -> None:
+def test_a_process_that_hangs_is_given_up_and_ended(run: Callable[[str], list[str]]) -> None:
     printed = run(
         """
         import signal, time
@@ -162,8 +134,7 @@ def test_a_process_that_hangs_is_given_up_and_ended(tmp_path: Path) -> None:
         while any(map(runs, children)):  # else the test runs into its limit
             time.sleep(0.01)
         print("gone")
-        """,
-        tmp_path,
+        """
     )
     assert "no answer within 0.1 s" in printed[0]
     assert printed[-2:] == ["[False] 2 -9", "gone"]

@@ -1,13 +1,8 @@
 """Kernels compiled after the start: a line for each, for a while."""
 
 import logging
-import os
 import re
-import subprocess
-import sys
-import textwrap
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -24,31 +19,22 @@ from worker.execution.torch_runner import RunnerConfig
 from worker.model.toy import toy_config, toy_model
 
 LINE = r"event=kernel_compiled_late kernel=(\w+) seconds=(\d+\.\d{3}) cached=(yes|no)( more=untold)?"
-# Triton for a GPU that is not there: it compiles for real; loading a kernel only notes it.
+# Compiles for a GPU that is not there.
 PROGRAM = """
-import logging, sys
+import logging
 import torch, triton, triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
 from kernels.compile_watch import CompileWatch
 from kernels.launcher import launch
-from some_kernels import double
+from kernels.testing_driver import AbsentGpu
 
 logging.basicConfig(level="WARNING", stream=sys.stdout, format="%(levelname)s %(message)s")
+AbsentGpu()
 
-class Utils:
-    def load_binary(self, *arguments): return object(), object(), 16, 0, 1024
-    def unload_module(self, module): pass
-    def get_device_properties(self, device): return {"max_shared_mem": 232448}
+@triton.jit
+def double(x, n, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(x + at, 2 * tl.load(x + at, at < n), at < n)
 
-class Driver:
-    utils = Utils()
-    launcher_cls = staticmethod(lambda source, metadata: lambda *arguments: None)
-    def get_current_device(self): return 0
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_stream(self, device): return 0
-
-driver.set_active(Driver())
 x = torch.zeros(65)
 
 def step(tensor, count):
@@ -62,14 +48,6 @@ step(x, 63)        # another: no multiple of 16
 double[1,](x[1:], 48, 64, num_warps=1)  # another: not aligned
 watch.end()
 step(x[1:], 63)    # and another, of which nobody wants to know
-"""
-KERNELS = """
-import triton, triton.language as tl
-
-@triton.jit
-def double(x, n, SIZE: tl.constexpr):
-    at = tl.arange(0, SIZE)
-    tl.store(x + at, 2 * tl.load(x + at, at < n), at < n)
 """
 
 
@@ -91,22 +69,14 @@ def compiled(name: str) -> None:
     )
 
 
-def test_a_kernel_that_the_start_did_not_have_is_told_with_its_seconds(tmp_path: Path) -> None:
+def test_a_kernel_that_the_start_did_not_have_is_told_with_its_seconds(
+    run_on_absent_gpu: Callable[[str], list[str]],
+) -> None:
     """Launched by the launcher or by Triton itself; one that is there is not."""
-    (tmp_path / "some_kernels.py").write_text(textwrap.dedent(KERNELS))
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]),
-    }
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert run.returncode == 0, run.stderr
-    found = [re.fullmatch("WARNING " + LINE, line) for line in run.stdout.splitlines()]
-    assert [match and match[1] for match in found] == ["double", "double"], run.stdout
-    assert all(match and float(match[2]) > 0 and match[3] == "no" for match in found), run.stdout
+    printed = run_on_absent_gpu(PROGRAM)
+    found = [re.fullmatch("WARNING " + LINE, line) for line in printed]
+    assert [match and match[1] for match in found] == ["double", "double"], printed
+    assert all(match and float(match[2]) > 0 and match[3] == "no" for match in found), printed
 
 
 def test_a_fault_that_repeats_is_told_so_often_and_no_more(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,11 @@ MODULE = "protos/kvatlas/revision.py"
 PACKAGE = "protos/kvatlas/__init__.py"  # without it an installed package of this name goes first
 
 
-def git(folder: Path, *arguments: str) -> str:
-    identity = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
-    command = ["git", "-C", str(folder), *identity, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+Git = Callable[..., str]
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path: Path, git: Git) -> Path:
     """A repository with one commit that holds the module under test."""
     folder = tmp_path / "checkout"
     git(tmp_path, "init", "-q", str(folder))
@@ -32,7 +30,7 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_branch_is_found_loose_and_packed(checkout: Path) -> None:
+def test_a_branch_is_found_loose_and_packed(checkout: Path, git: Git) -> None:
     """After `git gc` the commit was gone from build_info."""
     commit = git(checkout, "rev-parse", "HEAD")
     assert checkout_revision(checkout) == commit
@@ -42,7 +40,7 @@ def test_a_branch_is_found_loose_and_packed(checkout: Path) -> None:
     assert checkout_revision(checkout) == git(checkout, "rev-parse", "HEAD") != commit
 
 
-def test_a_commit_without_a_branch_and_a_further_work_tree_are_found(checkout: Path) -> None:
+def test_a_commit_without_a_branch_and_a_further_work_tree_are_found(checkout: Path, git: Git) -> None:
     commit = git(checkout, "rev-parse", "HEAD")
     git(checkout, "worktree", "add", "-q", "-b", "other", "../beside")
     beside = checkout.parent / "beside"
@@ -52,7 +50,7 @@ def test_a_commit_without_a_branch_and_a_further_work_tree_are_found(checkout: P
     assert checkout_revision(checkout) == commit
 
 
-def test_an_archive_says_what_it_was_made_of(checkout: Path, tmp_path: Path) -> None:
+def test_an_archive_says_what_it_was_made_of(checkout: Path, tmp_path: Path, git: Git) -> None:
     git(checkout, "archive", "--output", str(tmp_path / "source.tar"), "HEAD")
     (tmp_path / "unpacked").mkdir()
     subprocess.run(["tar", "-xf", "source.tar", "-C", "unpacked"], cwd=tmp_path, check=True)
