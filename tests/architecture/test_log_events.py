@@ -65,6 +65,18 @@ def test_every_log_line_begins_with_its_event() -> None:
     assert found == set()
 
 
+def test_every_event_that_documents_name_is_logged() -> None:
+    """Whoever searches a log for it would find nothing, for ever."""
+    code = "".join(path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    named = {
+        name
+        for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md"))
+        for name in re.findall(r"event=([a-z][a-z0-9_]*)", path.read_text())
+    }
+    assert len(named) > 4
+    assert [name for name in sorted(named) if f"event={name}" not in code and f'"{name}"' not in code] == []
+
+
 LOGGER = 'import logging\nlog = logging.getLogger("x")\n'
 
 
