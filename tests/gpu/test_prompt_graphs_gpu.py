@@ -1,6 +1,7 @@
 """Steps with prompts through captured graphs, whole and in pieces: the bits of the same steps run eagerly."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
-from kernels.batch import KvLayer, PagedBatch
+from kernels.batch import KvLayer, LastQueries, PagedBatch
+from kernels.testing import assert_no_worse
 from kernels.triton_backend import TritonBackend
 from worker.execution.prompt_graphs import PromptGraphs
 from worker.model.fused import FusedModel
@@ -48,10 +50,30 @@ def batch_of(spans: list[tuple[int, int]], table: torch.Tensor) -> PagedBatch:
     )
 
 
+def last_of(batch: PagedBatch, sampled: list[int]) -> LastQueries:
+    """The last tokens of some spans."""
+    at = torch.tensor(sampled, dtype=torch.long, device=DEVICE)
+    tokens = batch.q_indptr[at + 1] - 1
+    spans = replace(
+        batch,
+        rows=batch.rows[at],
+        kv_lens=batch.kv_lens[at],
+        q_indptr=torch.arange(len(sampled) + 1, dtype=torch.int32, device=DEVICE),
+        positions=batch.positions[tokens.long()],
+        num_decode=len(sampled),
+        max_q_len=1,
+        rows_host=[batch.rows_host[span] for span in sampled],
+        kv_lens_host=[batch.kv_lens_host[span] for span in sampled],
+        q_lens_host=[1] * len(sampled),
+    )
+    return LastQueries(tokens, spans)
+
+
 def test_captured_steps_leave_the_bits_of_eager_ones(
     gpu_model: Callable[[str | Path, torch.dtype], Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """M-24, B083: prompts alone and beside decodes, one graph or pieces, three times each on other tokens."""
+    """M-24, B083: prompts alone and beside decodes, one graph or pieces, three times each on other tokens,
+    with the last layer for all tokens, for the last of each span, and for none."""
     monkeypatch.setattr("worker.execution.prompt_graphs.WHOLE_TOKENS", 300)
     model = gpu_model("random:tiny", torch.bfloat16)
     config, fused = model.config, FusedModel(model)
@@ -81,13 +103,53 @@ def test_captured_steps_leave_the_bits_of_eager_ones(
         for turn in range(3 * len(steps)):
             batch = batch_of(steps[turn % len(steps)], table)
             ids = torch.randint(0, config.vocab_size, (len(batch.positions),), device=DEVICE)
-            found = captured.run(fused.embedding[ids], batch).clone()
+            last = [None, last_of(batch, list(range(len(batch.rows_host)))), last_of(batch, [])][turn % 3]
+            found = captured.run(fused.embedding[ids], batch, last).clone()
             assert found.isfinite().all()
-            assert torch.equal(found, eager.run(fused.embedding[ids], batch))
+            assert torch.equal(found, eager.run(fused.embedding[ids], batch, last))
             for left, right in zip(stored, plain, strict=True):
                 assert torch.equal(left.k[:SLOTS], right.k[:SLOTS])
                 assert torch.equal(left.v[:SLOTS], right.v[:SLOTS])
     captured.close()
+
+
+def test_tokens_that_are_read_are_no_worse_than_with_a_whole_last_layer(
+    gpu_model: Callable[[str | Path, torch.dtype], Model],
+) -> None:
+    """bf16, one graph and pieces: against the same step in fp32."""
+    batches = [[(0, 100), (5, 300)], [(400, 1), (0, 61)], [(0, 40)] * 7 + [(200, 9)]]
+    table = torch.randperm(SLOTS, device=DEVICE).view(ROWS, WIDTH).int()
+    outcomes: dict[tuple[torch.dtype, bool], list[torch.Tensor]] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        model = gpu_model("random:tiny", dtype)
+        config, fused = model.config, FusedModel(model)
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        zeros = torch.zeros(SLOTS + 1, *heads[1:], dtype=dtype, device=DEVICE)
+        for is_pruned in (False, True):
+            made = PromptGraphs(
+                fused,
+                TritonBackend(*heads, WIDTH),
+                [KvLayer(zeros.clone(), zeros.clone()) for _ in model.layers],
+                table,
+                max_tokens=512,
+                dummy_slot=SLOTS,
+                scale=config.head_dim**-0.5,
+                capture=False,
+            )
+            found = outcomes[dtype, is_pruned] = []
+            for spans in batches:
+                batch = batch_of(spans, table)
+                last = last_of(batch, list(range(len(spans))))
+                ids = torch.arange(len(batch.positions), device=DEVICE) * 7 % config.vocab_size
+                with torch.inference_mode():
+                    hidden = made.run(fused.embedding[ids], batch, last if is_pruned else None)
+                    found.append(fused.logits(hidden[last.tokens]).float())
+    for number in range(len(batches)):
+        exact = outcomes[torch.float32, False][number]
+        plain, ours = (outcomes[torch.bfloat16, is_pruned][number] for is_pruned in (False, True))
+        assert_no_worse(ours, plain=plain, exact=exact)
+        single = outcomes[torch.float32, True][number]
+        torch.testing.assert_close(single, exact, rtol=1e-2, atol=1e-2)  # TF32 in attention
 
 
 def test_a_whole_step_leaves_the_bits_of_its_pieces(
