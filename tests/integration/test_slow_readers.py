@@ -108,7 +108,7 @@ def test_readers_that_do_not_read_do_not_hold_up_those_that_do(tmp_path: Any, wa
     """Four readers beside twenty that never read keep at least 70 % of the rate that they have alone.
 
     With a real worker on the CPU. What the twenty do not take waits in mailboxes of a known size until their
-    time is up.
+    time is up. Alone is measured before and after: other work on the machine may begin or end meanwhile.
     """
     flags = ("--num-pages", "1500", "--max-running", "32")
     with running_fleet(tmp_path, *flags, count=1, slow_reader_seconds=30.0) as fleet:
@@ -121,7 +121,7 @@ def test_readers_that_do_not_read_do_not_hold_up_those_that_do(tmp_path: Any, wa
                 assert len(tokens_of(list(call))) == 400
             return time.monotonic() - began
 
-        alone = min(read_four() for _ in range(3))
+        before = min(read_four() for _ in range(3))
         with grpc.insecure_channel(running.address, SMALL_WINDOWS) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             request = big_request(500)
@@ -134,8 +134,6 @@ def test_readers_that_do_not_read_do_not_hold_up_those_that_do(tmp_path: Any, wa
             waiting = running.value("kvatlas_stream_queue_tokens")
             assert 20 < waiting <= 20 * 500
             beside = min(read_four() for _ in range(3))
-            print(f"rate kept: {alone / beside:.2f}, tokens in mailboxes: {waiting:.0f}")
-            assert beside < alone / 0.7
             assert len(running.service.backstage.live) == 20
             wait_until(
                 lambda: running.value("kvatlas_stream_slow_readers_total") == 20, "their time to be up"
@@ -145,6 +143,9 @@ def test_readers_that_do_not_read_do_not_hold_up_those_that_do(tmp_path: Any, wa
                 with pytest.raises(grpc.RpcError) as raised:
                     list(call)
                 assert Refusal.of(raised.value).reason == "SLOW_READER"
+        after = min(read_four() for _ in range(3))
+        print(f"rate kept: {before / beside:.2f} and {after / beside:.2f}, {waiting:.0f} tokens in mailboxes")
+        assert beside < max(before, after) / 0.7
 
 
 @pytest.mark.slow
