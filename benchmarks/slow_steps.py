@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from worker.scheduling.step import Step
 
-KEPT = 3  # of each kind
+KEPT = 2  # of each kind; a file of a comparison has a dozen passes
 MAX_KERNELS = 8  # named in one turn
 
 

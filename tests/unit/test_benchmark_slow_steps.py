@@ -42,11 +42,7 @@ def test_the_slowest_turns_of_each_kind_are_kept(clock: Clock) -> None:
         clock.now += 0.1
         slow.turn(step(4), step(4, prompts=2), Times(), Times())
     report = slow.report()
-    assert [(turn["ms"], turn["finished"]["rows"]) for turn in report["decode"]] == [
-        (9.0, 3),
-        (8.0, 6),
-        (7.0, 4),
-    ]
+    assert [(turn["ms"], turn["finished"]["rows"]) for turn in report["decode"]] == [(9.0, 3), (8.0, 6)]
     assert len(report["decode"]) == KEPT
     (prompts,) = report["prompts"]
     assert prompts["ms"] == 100.0
