@@ -149,8 +149,10 @@ class LiveMap:
         if is_restart:
             self.history.restarts.append(self.clock_ms)
         self.snapshot_revision = self.revision
-        self._changed_at = np.full(count, self.revision, np.int64)
-        self._used_at = np.zeros(count, np.int64)
+        if len(self._changed_at) != count:  # else in place, as the planes: these are large, and come again
+            self._changed_at, self._used_at = np.empty(count, np.int64), np.empty(count, np.int64)
+        self._changed_at.fill(self.revision)
+        self._used_at.fill(0)
         self._lists_at, self._lists_floor = {}, self.revision
         self._recent.clear()
         self._unwritten.clear()

@@ -124,6 +124,30 @@ def test_the_old_map_stays_until_a_new_snapshot_is_whole() -> None:
     assert page_map.is_stale
 
 
+def test_snapshots_of_one_size_share_their_memory() -> None:
+    """Who reads for days sees many: new arrays beside the old ones, again and again, scatter a heap."""
+    page_map = PageMap()
+    page_map.apply(snapshot([FREE, ACTIVE]))
+    states = page_map["states"]
+    page_map.apply(snapshot([CACHED], left=1, total=2, number=20))
+    assert states.tolist() == [FREE, ACTIVE]
+    page_map.apply(snapshot([RESERVED], first=1, number=20))
+    assert page_map["states"] is states
+    assert states.tolist() == [CACHED, RESERVED]
+    page_map.apply(snapshot([FREE, FREE, FREE], epoch=2, number=0))
+    assert states.tolist() == [CACHED, RESERVED]
+    assert page_map["states"].tolist() == [FREE] * 3
+
+
+def test_a_snapshot_that_does_not_fit_leaves_the_map_as_it_was() -> None:
+    page_map = PageMap()
+    page_map.apply(snapshot([FREE, ACTIVE]))
+    with pytest.raises(Incomplete):
+        page_map.apply(snapshot([CACHED], total=2, number=20))
+    assert page_map["states"].tolist() == [FREE, ACTIVE]
+    assert page_map.is_stale
+
+
 def test_parts_of_a_broken_snapshot_are_not_mixed_with_the_next() -> None:
     page_map = PageMap()
     page_map.apply(snapshot([FREE, FREE], left=1, total=4))

@@ -76,6 +76,18 @@ def test_the_past_has_each_message_of_ten_a_second_and_not_more_of_faster_ones(
     assert history.num_entries == pytest.approx(seconds * kept, rel=0.03)
 
 
+def test_a_renewed_watch_takes_no_new_memory_for_the_same_pool() -> None:
+    pool = DemoPool(64, seed=1).run(3)
+    live = live_map(pool)
+    large = [*live.page_map.planes.values(), live._changed_at, live._used_at]
+    for message in demo_messages.snapshot(pool):
+        live.apply(message)
+    again = [*live.page_map.planes.values(), live._changed_at, live._used_at]
+    assert len(large) == len(again)
+    assert all(old is new for old, new in zip(large, again, strict=True))
+    assert live.since(live.snapshot_revision - 1) is None, "a viewer needs the whole map"
+
+
 class MallInfo(ctypes.Structure):
     """`mallinfo2` of glibc."""
 

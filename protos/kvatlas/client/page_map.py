@@ -118,7 +118,7 @@ class PageMap:
         """Starts from one answer of GetPageMap that covers the whole pool; without sequences."""
         self.geometry, self.stats = _copied(geometry), _copied(window.stats)
         self.revision = _copied(window.revision)
-        self.planes = _read_planes(window.pages)
+        self.planes = {name: plane.copy() for name, plane in _views(window.pages).items()}
         self.is_stale = False
 
     def _take_part(self, message: pb.WatchPageMapResponse) -> bool:
@@ -128,22 +128,22 @@ class PageMap:
             return False
         parts, self._parts = self._parts, []
         geometry = next((part.geometry for part in parts if part.HasField("geometry")), self.geometry)
+        pieces = _joined([_views(part.pages) for part in parts if part.page_count], geometry.page_count)
         self.geometry = _copied(geometry)
-        by_part = [_read_planes(part.pages) for part in parts if part.page_count]
-        names = by_part[0].keys() if by_part else ()
-        self.planes = {name: np.concatenate([planes[name] for planes in by_part]) for name in names}
+        self.planes = {name: self._filled(name, each) for name, each in pieces.items()}
         self.sequences, self.waiting = {}, {}
         for part in parts:
             for info in part.sequences:
                 self._take_sequence(info)
         self.is_stale = False
-        self._check_size()
         return True
 
-    def _check_size(self) -> None:
-        for name, plane in self.planes.items():
-            if len(plane) != self.page_count:
-                raise Incomplete(f"plane {name} has {len(plane)} entries for {self.page_count} pages")
+    def _filled(self, name: str, pieces: list[NDArray[np.generic]]) -> NDArray[np.generic]:
+        """The plane, in the memory of the old one if it fits: who reads for days sees many snapshots."""
+        plane = self.planes.get(name)
+        if plane is None or len(plane) != self.page_count:
+            plane = np.empty(self.page_count, PLANES[name])
+        return np.concatenate(pieces, out=plane)
 
     def _check_base(self, message: pb.WatchPageMapResponse) -> None:
         if self.is_stale or message.revision.epoch != self.revision.epoch:
@@ -153,8 +153,8 @@ class PageMap:
 
     def _apply_delta(self, delta: pb.PageDelta) -> None:
         page_ids = np.frombuffer(delta.page_ids, "<u4")
-        for name, values in _read_planes(delta.pages).items():
-            if name in self.planes and len(values):
+        for name, values in _views(delta.pages).items():
+            if name in self.planes:
                 self.planes[name][page_ids] = values
         # An owner that ended may have been given again within one merged delta: ends come first.
         for owner in np.frombuffer(delta.ended_owners, "<u2").tolist():
@@ -233,10 +233,21 @@ def _copied(part: Part) -> Part:
     return copied
 
 
-def _read_planes(pages: pb.PageMap) -> dict[str, NDArray[np.generic]]:
-    """The planes that are there, as writable arrays."""
+def _views(pages: pb.PageMap) -> dict[str, NDArray[np.generic]]:
+    """The planes that are there, in the message's memory."""
     return {
-        name: np.frombuffer(raw, dtype).copy()
-        for name, dtype in PLANES.items()
-        if (raw := getattr(pages, name))
+        name: np.frombuffer(raw, dtype) for name, dtype in PLANES.items() if (raw := getattr(pages, name))
     }
+
+
+def _joined(
+    parts: list[dict[str, NDArray[np.generic]]], page_count: int
+) -> dict[str, list[NDArray[np.generic]]]:
+    """The pieces of each plane, in order. Incomplete: they are not as many as there are pages."""
+    names = parts[0].keys() if parts else ()
+    pieces = {name: [part[name] for part in parts if name in part] for name in names}
+    for name, each in pieces.items():
+        length = sum(map(len, each))
+        if length != page_count:
+            raise Incomplete(f"plane {name} has {length} entries for {page_count} pages")
+    return pieces
