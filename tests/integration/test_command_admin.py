@@ -113,7 +113,7 @@ def test_the_servers_refusal_is_the_commands_exit_code(server: Any, admin: Comma
 def test_the_load_is_told_once_and_pushed(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["load", "--address", server.address]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("0 requests, 0 of them wait")
+    assert text.startswith("0 requests, of them waiting: 0")
     assert "worker-0 serving: 0 run, 0 wait" in text
     follow = ["load", "--watch", "-n", "3", "--interval", "0.1", "--json"]
     assert main([*follow, "--address", server.address]) == 0

@@ -10,6 +10,7 @@ from typing import Any, get_args
 from google.protobuf.json_format import MessageToDict
 
 from kvatlas.cli.connecting import admin_connection
+from kvatlas.cli.counted import counted
 from kvatlas.cli.exits import DONE, USAGE, CommandFailed
 from kvatlas.cli.tables import print_table
 from kvatlas.client.admin import Admin, LogLevel
@@ -37,7 +38,7 @@ Answer = tuple[Any, str]
 
 def _drain(admin: Admin, settings: Namespace) -> Answer:
     running = admin.start_drain(settings.grace)
-    return {"running_requests": running}, f"draining: {running} requests still run"
+    return {"running_requests": running}, f"draining: still running: {counted(running, 'request')}"
 
 
 def _undrain(admin: Admin, settings: Namespace) -> Answer:
@@ -53,7 +54,7 @@ def _flush(admin: Admin, settings: Namespace) -> Answer:
         include_active=settings.include_active,
         include_pinned=settings.include_pinned,
     )
-    sentence = f"{answer.freed_pages} pages freed"
+    sentence = f"{counted(answer.freed_pages, 'page')} freed"
     if answer.unindexed_pages:
         sentence += f", {answer.unindexed_pages} in use taken out of the index"
     return _plain(answer), sentence
@@ -79,7 +80,9 @@ def _pin(admin: Admin, settings: Namespace) -> Answer:
         ttl_seconds=settings.ttl,
     )
     places = [
-        f"{pin.worker_id}: {pin.pinned_pages} pages, {pin.computed_tokens} tokens computed" for pin in pins
+        f"{pin.worker_id}: {counted(pin.pinned_pages, 'page')},"
+        f" {counted(pin.computed_tokens, 'token')} computed"
+        for pin in pins
     ]
     return [_plain(pin) for pin in pins], "\n".join(places)
 
@@ -123,7 +126,7 @@ def _profile(admin: Admin, settings: Namespace) -> Answer:
     except BaseException:  # an interrupt as well: half a file is none
         path.unlink(missing_ok=True)
         raise
-    return {"file": str(path), "steps": profile.steps}, f"{path}: {profile.steps} steps"
+    return {"file": str(path), "steps": profile.steps}, f"{path}: {counted(profile.steps, 'step')}"
 
 
 _ACTIONS: Mapping[str, Callable[[Admin, Namespace], Answer]] = {

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvatlas.cli.counted import counted
 from kvatlas.cli.exits import USAGE, CommandFailed
 from kvatlas.client.events import Summary, Timing, Usage
 from kvatlas.client.request import Options
@@ -102,15 +103,15 @@ def describe(summary: Summary, client_resumes: int = 0) -> list[str]:
     """What it took, in two lines; a third where the service died meanwhile."""
     usage, timing = summary.usage, summary.timing
     lines = [
-        f"prompt {usage.prompt_tokens} tokens{_cached(usage)} · answer {usage.completion_tokens} tokens"
+        f"prompt {counted(usage.prompt_tokens, 'token')}{_cached(usage)}"
+        f" · answer {counted(usage.completion_tokens, 'token')}"
         f"{_speed(usage, timing)}",
         f"pages: {usage.kv.peak_pages} at most, {usage.kv.reused_pages} from the cache"
         f"{_copies(usage)}{_bill(usage)}{_trouble(usage)}",
     ]
     if client_resumes:
-        lines.append(
-            f"the service was lost: another, or the same one again, went on ({client_resumes} times)"
-        )
+        times = counted(client_resumes, "time")
+        lines.append(f"the service was lost: another, or the same one again, went on ({times})")
     return lines
 
 
@@ -142,8 +143,9 @@ def _trouble(usage: Usage) -> str:
     parts = []
     if usage.kv.preemptions:
         parts.append(
-            f"{usage.kv.preemptions} preemptions, {usage.kv.recomputed_tokens} tokens computed again"
+            f"{counted(usage.kv.preemptions, 'preemption')},"
+            f" {counted(usage.kv.recomputed_tokens, 'token')} computed again"
         )
     if usage.resumes:
-        parts.append(f"resumed {usage.resumes} times")
+        parts.append(f"resumed {counted(usage.resumes, 'time')}")
     return "".join(f" · {part}" for part in parts)

@@ -6,6 +6,7 @@ from contextlib import closing
 from typing import Any
 
 from kvatlas.cli.connecting import connect
+from kvatlas.cli.counted import counted
 from kvatlas.cli.exits import DONE
 from kvatlas.client.sync import Client
 from kvatlas.v1 import server_pb2
@@ -40,7 +41,7 @@ def _tell(load: server_pb2.Load, settings: Namespace) -> None:
         print(json.dumps(as_json(load)), flush=True)
         return
     wait = f", a new one waits {_wait(load):.1f} s" if load.HasField("estimated_wait") else ""
-    print(f"{load.active_requests} requests, {load.waiting_requests} of them wait{wait}")
+    print(f"{counted(load.active_requests, 'request')}, of them waiting: {load.waiting_requests}{wait}")
     for worker in load.workers:
         print(f"  {_line(worker)}", flush=True)
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
 from kvatlas.cli.connecting import admin_connection
+from kvatlas.cli.counted import counted
 from kvatlas.cli.exits import DONE, USAGE, CommandFailed
 from kvatlas.cli.tables import print_table
 from kvatlas.client.recordings import Recorder
@@ -59,11 +60,12 @@ def _tell(info: server_pb2.RecordingInfo, settings: Namespace) -> None:
 
 def _sentence(info: server_pb2.RecordingInfo) -> str:
     text = (
-        f"{info.recording_id}: {state_of(info)}, {_seconds(info):.1f} s, {info.event_count:,} page events,"
-        f" {info.request_count:,} requests, {info.byte_count:,} bytes"
+        f"{info.recording_id}: {state_of(info)}, {_seconds(info):.1f} s,"
+        f" {counted(info.event_count, 'page event')}, {counted(info.request_count, 'request')},"
+        f" {counted(info.byte_count, 'byte')}"
     )
     if info.dropped_events:
-        text += f", {info.dropped_events:,} events missing"
+        text += f", {counted(info.dropped_events, 'event')} missing"
     return f"{text} ({info.message})" if info.message else text
 
 
