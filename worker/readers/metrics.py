@@ -27,6 +27,7 @@ from worker.description import VERSION, WorkerDescription
 from worker.pages.events import PageEventKind
 from worker.readers.buckets import FrozenBuckets
 from worker.readers.metric_table import BANDS, CHECKS, MEMORY_KINDS, READERS, TABLE
+from worker.readers.pace import Pace
 from worker.stats import EngineCounts, PoolTotals, WaitReason
 
 Samples = Mapping[tuple[str, ...], float]
@@ -118,8 +119,9 @@ class WorkerCollector(Collector):
             yield _empty(row)
 
     def collect(self) -> Iterable[Metric]:
-        """One scrape."""
-        view = self._view()
+        """One scrape, in pieces: written out by its reader meanwhile, it takes 2 to 4 ms."""
+        view, pace = self._view(), Pace()
+        pace.begin()
         samples, infos = self._samples(view), self._infos()
         for row in TABLE:
             if row.kind is MetricKind.INFO:
@@ -128,6 +130,7 @@ class WorkerCollector(Collector):
                 yield info
             else:
                 yield self._family(row, samples.get(row.name, {}), view)
+            pace.rest()
 
     def _family(self, row: Row, samples: Samples, view: MetricsView) -> Metric:
         family = _empty(row)

@@ -1,7 +1,7 @@
 """The observer: folds what the engine hands over, and gives frozen views to metrics, feed and heartbeats.
 
-Runs on a thread of its own and never delays a step. When events were overwritten before it read them,
-or the engine could not hand over, it asks for a snapshot and starts from that.
+Runs on a thread of its own, in pieces so short that no step waits for it. When events were overwritten before
+it read them, or the engine could not hand over, it asks for a snapshot and starts from that.
 """
 
 import logging
@@ -22,12 +22,13 @@ from worker.readers.load import LoadMeter
 from worker.readers.memory import MemoryMeter
 from worker.readers.metrics import Histograms, MetricsView, first_view
 from worker.readers.observation import Observation
+from worker.readers.pace import Pace
 from worker.readers.pool_meters import PoolMeters
 from worker.readers.sequences import Fills, SequenceBook
 from worker.readers.step_meter import StepMeter
 from worker.stats import EngineCounts, LoadView, PoolTotals, SequenceView
 
-MAX_EVENTS_PER_FOLD = 16_384
+MAX_EVENTS_PER_FOLD = 4096
 
 logger = logging.getLogger("worker.observer")
 
@@ -98,6 +99,7 @@ class Observer:
         self._recorder_dropped = recorder_dropped
         self._clock = clock
         self._fold = Fold(num_pages, page_size)
+        self._pace = Pace()
         self._waits_for_snapshot = False
         self._lost_events = 0
         self._meter = StepMeter()
@@ -131,8 +133,10 @@ class Observer:
         try:
             self._sink.open()
             while not self._is_stopping:
+                began = self._clock()
+                self._pace.begin()
                 pause = self.turn()
-                self._wake.wait(pause)
+                self._wake.wait(max(0.0, began + pause - self._clock()))
                 self._wake.clear()
             self.turn()
         except Exception:
@@ -150,9 +154,16 @@ class Observer:
         self._on_load(self._load.view(now, fold.counts, pool))
         self.memory.look(now)
         self.metrics = self._view(pool)
+        self._rest()
         pause = self._sink.publish(fold, pool, now)
         fold.started, fold.ended_owners, fold.findings = [], [], []
         return pause
+
+    def _rest(self) -> None:
+        """Not while the ring fills up: what is overwritten before it was read costs more than a late step."""
+        is_late = self._ring.number - self._fold.ledger.revision > self._ring.capacity // 4
+        if not is_late and not self._is_stopping:
+            self._pace.rest()
 
     def _take(self, observation: Observation) -> None:
         self._take_numbers(observation)
@@ -186,7 +197,9 @@ class Observer:
                 return False
             arrays = EventArrays(events)
             self._pool_meters.fold(ledger, arrays)
+            self._rest()
             ledger.fold_arrays(arrays)
+            self._rest()
         return True
 
     def _lose(self, revision: int) -> None:
@@ -206,8 +219,10 @@ class Observer:
         book.grow(observation.growth)
         for view in observation.changes:
             book.change(view, fills)
+        self._rest()
         book.progress(observation.progress_owners, observation.progress_tokens, fills)
         self._fold.ledger.fill(fills.pages, fills.slots)
+        self._rest()
 
     def _rebuild(self, observation: Observation) -> None:
         fold = self._fold

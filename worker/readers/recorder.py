@@ -1,8 +1,9 @@
 """The flight recorder: page events and the shapes of requests, on demand into a file, from before the demand.
 
-A thread of its own, beside the observer. It always keeps the log of requests (samples.py) and a ledger that
-trails the newest page events by most of the ring, so that a recording can begin in the past. While nothing is
-recorded it writes nothing. Whatever goes wrong with a file ends that recording and nothing else.
+A thread of its own, beside the observer, and like it in short pieces. It always keeps the log of requests
+(samples.py) and a ledger that trails the newest page events by most of the ring, so that a recording can
+begin in the past. While nothing is recorded it writes nothing. Whatever goes wrong with a file ends that
+recording and nothing else.
 """
 
 import copy
@@ -18,6 +19,7 @@ from worker.channels import Handover
 from worker.log import log_event
 from worker.pages.events import EventRing
 from worker.readers.ledger import Ledger
+from worker.readers.pace import Pace
 from worker.readers.prefix_keys import PrefixKeys
 from worker.readers.recording import Recording
 from worker.readers.recording_frames import FrameMaker
@@ -27,7 +29,7 @@ from worker.stats import PoolTotals
 from worker.traffic import Arrival, Departure, StepCount, TimedStep, TrafficQueue
 
 TURN_SECONDS = 0.25
-MAX_EVENTS_PER_FRAME = 16_384
+MAX_EVENTS_PER_FRAME = 4096
 MAX_WAITING_CALLS = 64
 MAX_NOTE = 256
 ALL_SECONDS = 1e9  # as far back as there is anything
@@ -90,6 +92,7 @@ class Recorder:
         self._look = look
         self._records_audits = records_audits
         self._clock = clock
+        self._pace = Pace()
         self._recording: Recording | None = None
         self._options = RecordingOptions()
         self._ends = 0.0
@@ -133,6 +136,7 @@ class Recorder:
 
     def _run(self) -> None:
         while not self._is_stopping:
+            self._pace.begin()
             self._turn_safely()
             self._wake.wait(TURN_SECONDS)
             self._wake.clear()
@@ -178,6 +182,7 @@ class Recorder:
                         recording.sequence(known[1], record.token_ids[known[0].num_prompt :])
                 case TimedStep():
                     steps.append(record.counted())
+            self._rest()
         self.log.steps.extend(steps)
         if recording is not None and steps:
             recording.steps(steps)
@@ -187,6 +192,12 @@ class Recorder:
             self.log.lose()
             if recording is not None:
                 recording.lose_records(lost)
+
+    def _rest(self) -> None:
+        """Not while the ring is about to run over the ledger, which trails by up to five eighths of it."""
+        is_late = self._ring.number - self._ledger.revision > self._ring.capacity // 4 * 3
+        if not is_late and not self._is_stopping:
+            self._pace.rest()
 
     # Events.
 
@@ -218,6 +229,7 @@ class Recorder:
                 self._lose()
                 return
             ledger.fold(events)
+            self._rest()
             if recording is not None:
                 recording.events(events)
 
