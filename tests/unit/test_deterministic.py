@@ -6,6 +6,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so befo
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from kernels.batch import LastQueries
 from kernels.cpu.library import cpu_library
 from kernels.invariant_backend import InvariantBackend
 from kernels.invariant_matmul import invariant_matmul
@@ -23,9 +25,11 @@ from kernels.testing import PagedProblem, random_paged_problem
 from worker.config import ConfigError, WorkerConfig
 from worker.execution.invariant_runner import InvariantRunner, merged
 from worker.execution.logprobs import token_logprobs
+from worker.execution.prompt_graphs import PromptGraphs
 from worker.execution.sampler import Sampled
 from worker.execution.torch_runner import RunnerConfig
 from worker.ids import SequenceId
+from worker.model.fused import FusedModel
 from worker.model.invariant import invariant_linear
 from worker.model.layers import Placement
 from worker.model.parameters import parameter_shapes
@@ -93,6 +97,63 @@ def test_a_token_has_the_same_bits_in_prefill_decode_and_a_graphs_decode() -> No
     q = problem.q[[lasts[1], lasts[0], 0, 0]]
     ours = decode.attend(kv, q, scale=problem.scale)
     assert torch.equal(ours[:2], whole[[lasts[1], lasts[0]]])
+
+
+def test_a_last_layer_for_some_tokens_leaves_them_the_bits_of_a_whole_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Alone and beside another's: no other token of the step is seen in them."""
+    monkeypatch.setattr("worker.execution.prompt_graphs.SMALLEST", 8)
+    config = toy_config(has_qk_norm=True)
+    model = build_model(
+        config,
+        random_checkpoint(parameter_shapes(config), 0),
+        placement=Placement(CPU, torch.float32),
+        linear_factory=invariant_linear,
+    )
+    shape = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+    problem = random_paged_problem(q_lens=[1, 3, 2], kv_lens=[5, 3, 7], page_size=4, **shape)
+    batch, inputs = (
+        problem.batch,
+        torch.randn(6, config.hidden_size, generator=torch.Generator().manual_seed(1)),
+    )
+    found = []
+    for spans in (None, [0, 2], [1]):
+        layers = [problem.copy_of_kv() for _ in model.layers]
+        graphs = PromptGraphs(
+            FusedModel(model),
+            InvariantBackend(config.num_heads, config.num_kv_heads),
+            layers,
+            batch.page_table,
+            max_tokens=8,
+            dummy_slot=layers[0].k.shape[0] - 1,
+            scale=problem.scale,
+            capture=False,
+        )
+        last = last_of(problem, spans) if spans is not None else None
+        found.append(graphs.run(inputs.clone(), batch, last).clone())
+    whole, two, one = found
+    assert torch.equal(two[[0, 5]], whole[[0, 5]])
+    assert torch.equal(one[3], whole[3])
+    assert not torch.equal(one[5], whole[5]), "it is not read, so it is not computed"
+
+
+def last_of(problem: PagedProblem, spans: list[int]) -> LastQueries:
+    """The last token of each of these spans."""
+    batch = problem.batch
+    tokens = batch.q_indptr[torch.tensor(spans) + 1] - 1
+    queries = replace(
+        batch,
+        rows=batch.rows[spans],
+        kv_lens=batch.kv_lens[spans],
+        q_indptr=torch.arange(len(spans) + 1, dtype=torch.int32),
+        positions=batch.positions[tokens.long()],
+        num_decode=len(spans),
+        rows_host=[batch.rows_host[span] for span in spans],
+        kv_lens_host=[batch.kv_lens_host[span] for span in spans],
+        q_lens_host=[1] * len(spans),
+    )
+    return LastQueries(tokens, queries)
 
 
 def answers(runner: Any, page_size: int, requests: Sequence[Request], max_step_tokens: int) -> list[Answer]:
