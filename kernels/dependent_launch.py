@@ -50,6 +50,12 @@ def _is_supported(device: torch.device) -> bool:
 
 
 @triton.jit
+def wait_in_loop():
+    """gdc_wait in a loop that is to be pipelined: Triton 3.9 pipelines none that has its own in it."""
+    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def fence():
     """This thread's writes are seen by the device before whatever it does next."""
     tl.inline_asm_elementwise("fence.acq_rel.gpu; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.dependent_launch import dependent_launch, prefetch
+from kernels.dependent_launch import dependent_launch, prefetch, wait_in_loop
 
 MAX_ROWS = 128
 MAX_TILES = 4096  # that can be split
@@ -358,7 +358,7 @@ def _few_rows_kernel(
             if start == begin:
                 # By now the weights of the first turns are asked for: no kernel writes weights.
                 if PDL:
-                    gdc_wait()
+                    wait_in_loop()
                 value = _input_tile(x, rows, row_ok, k, WIDTH)
                 if SQUARES:
                     sums = _tile_sums(squares, rows, row_ok, num_squares, SQUARES, SQUARES_STRIDE)

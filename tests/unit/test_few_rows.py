@@ -1,6 +1,9 @@
 """Products of few rows through Triton's interpreter: a norm spread over two products, splits, padding."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before the imports below
 
@@ -100,3 +103,33 @@ def test_a_row_that_is_not_a_number_stays_alone(launch):
     assert residual.isnan().any(1).tolist() == [False, True, False, False]
     found = product(scaled, torch.randn(64, 96), gated=True, launch=launch)
     assert found.isnan().any(1).tolist() == [False, True, False, False]
+
+
+PROGRAM = """
+import torch
+from kernels.testing_driver import AbsentGpu
+gpu = AbsentGpu()
+from kernels import dependent_launch, few_rows
+dependent_launch._is_supported = lambda device: True
+with dependent_launch.dependent_launches():
+    x, weight = (torch.empty(count, 1024, dtype=torch.bfloat16) for count in (8, 4096))
+    few_rows.product(x, weight)
+assert gpu.launched == ["_few_rows_kernel"], gpu.launched
+(kernels, *_), = few_rows._few_rows_kernel.device_caches.values()
+(kernel,) = kernels.values()
+print(kernel.asm["ptx"].count("cp.async.cg"))
+"""
+
+
+def test_a_wait_within_the_loop_leaves_its_loads_asynchronous(tmp_path: Path):
+    """Compiled for a GPU that is not there: weights are asked for turns ahead, beside and before the wait."""
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": ":".join(sys.path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) > 0
