@@ -1,0 +1,144 @@
+"""What tests/mutations.py plants outside the control plane: in text, sampling, model files and processes.
+
+Each names the files whose tests must notice; most are known faults of other servers (docs/known-faults.md).
+"""
+
+from tests.planted_faults import Fault
+
+SAMPLER, STOPS, DETOKENIZER = (
+    "worker/execution/sampler.py",
+    "service/text/stop_strings.py",
+    "service/text/detokenizer.py",
+)
+HUB, STORE, SUPERVISOR = (
+    "worker/model/hub_config.py",
+    "worker/readers/recording_store.py",
+    "protos/kvatlas/cli/supervisor.py",
+)
+
+
+def _unit(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/unit/test_{name}.py" for name in names)
+
+
+ELSEWHERE = [
+    Fault(
+        "B052: top-k that is off becomes an index",
+        SAMPLER,
+        "top_k = np.where(state.top_k[rows] > 0, state.top_k[rows], state.vocab_size)",
+        "top_k = np.where(state.top_k[rows] >= 0, state.top_k[rows], state.vocab_size)",
+        _unit("sampler"),
+    ),
+    Fault(
+        "B053: the token that reaches top-p is left out",
+        SAMPLER,
+        "(mass_before < top_p) | (top_p >= 1.0)",
+        "(mass_before + probs <= top_p) | (top_p >= 1.0)",
+        _unit("sampler"),
+    ),
+    Fault(
+        "B054: padding of the vocabulary can be drawn",
+        SAMPLER,
+        "logits = logits[:, : self._state.vocab_size].float()",
+        "logits = logits.float()",
+        _unit("sampler"),
+    ),
+    Fault(
+        "B057: a row of NaN is a number",
+        SAMPLER,
+        "is_finite = best.isfinite()  #",
+        "is_finite = best.nan_to_num(0.0).isfinite()  #",
+        _unit("sampler"),
+    ),
+    Fault(
+        "B060: of equal logits the highest id",
+        SAMPLER,
+        "        best, ids = logits.max(dim=-1)\n",
+        "        best, ids = logits.flip(-1).max(dim=-1)\n        ids = logits.shape[-1] - 1 - ids\n",
+        _unit("sampler"),
+    ),
+    Fault(
+        "B062: penalties do not see what was drawn",
+        SAMPLER,
+        "            self._state.history.add(rows[penalised].tolist(), ids[self._index(penalised)])",
+        "            pass",
+        _unit("sampler"),
+    ),
+    Fault(
+        "B067: held text is lost at the end",
+        STOPS,
+        '        held, self._held = self._held, ""\n        return held',
+        '        self._held = ""\n        return ""',
+        _unit("stop_strings"),
+    ),
+    Fault(
+        "B068: a whole stop string that is only text is held",
+        STOPS,
+        "longer.hold = longer.depth if longer.next else shorter.hold",
+        "longer.hold = longer.depth",
+        _unit("stop_strings"),
+    ),
+    Fault(
+        "B069: a stop string inside a longer one is passed over",
+        STOPS,
+        "longer.stop = longer.stop or shorter.stop",
+        "longer.stop = longer.stop",
+        _unit("stop_strings"),
+    ),
+    Fault(
+        "B071: a byte is kept though its character went out",
+        DETOKENIZER,
+        "self._held = data[num_consumed:]",
+        'self._held = data[max(0, num_consumed - 1) :] if data[num_consumed:] else b""',
+        _unit("detokenizer"),
+    ),
+    Fault(
+        "B072: half a character at the end is nothing",
+        DETOKENIZER,
+        'text, _ = utf_8_decode(self._held, "replace", True)',
+        'text, _ = utf_8_decode(self._held, "ignore", True)',
+        _unit("detokenizer"),
+    ),
+    Fault(
+        "B073: every first space of a piece is dropped",
+        DETOKENIZER,
+        "        self._strip_space = False\n        return text[1:]",
+        "        return text[1:]",
+        _unit("detokenizer"),
+    ),
+    Fault(
+        "B076: one end token of several",
+        HUB,
+        "eos_token_ids=vocabulary.eos_ids,",
+        "eos_token_ids=frozenset(sorted(vocabulary.eos_ids)[:1]),",
+        _unit("worker_devices"),
+    ),
+    Fault(
+        "B096: a head is tied unless the config says no",
+        HUB,
+        'tied_head=values.flag("tie_word_embeddings", False)',
+        'tied_head=values.flag("tie_word_embeddings", True)',
+        _unit("safetensors_loading"),
+    ),
+    Fault(
+        "B098: head_dim of the config is not read",
+        HUB,
+        'head_dim = values.optional_integer("head_dim", family.head_dim) or hidden // heads',
+        "head_dim = hidden // heads",
+        _unit("model_config"),
+    ),
+    Fault(
+        "recordings of another live worker are removed",
+        STORE,
+        "        self._take_name()\n        stamp",
+        "        stamp",
+        _unit("recorder"),
+    ),
+    Fault(
+        "a drained service is started again",
+        SUPERVISOR,
+        "event.code == 0 and",
+        "event.code == 77 and",
+        _unit("cli_supervisor"),
+    ),
+]
