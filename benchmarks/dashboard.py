@@ -66,6 +66,7 @@ def running_dashboard(server: str) -> Iterator[tuple[str, psutil.Process]]:
     with tempfile.TemporaryDirectory() as name:
         ready = Path(name) / "ready.json"
         command = [sys.executable, "-m", "dashboard", "--server", server, "--listen", "127.0.0.1:0"]
+        command += ["--parent-watch"]  # nothing is left of a benchmark that is killed
         process = subprocess.Popen([*command, "--ready-file", str(ready)], cwd=ROOT)
         try:
             until = time.monotonic() + READY_SECONDS

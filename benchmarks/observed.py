@@ -183,6 +183,8 @@ def running_server(folder: Path, arguments: Sequence[str]) -> Iterator[dict[str,
         str(ready),
         "--log-level",
         "warning",
+        "--parent-watch",
+        str(os.getpid()),
         *arguments,
     ]
     process = subprocess.Popen(command, cwd=ROOT)

@@ -198,6 +198,7 @@ def processes(model: str, folder: Path, core: int | None) -> Iterator[tuple[str,
         [
             *(sys.executable, "-m", "service", "--address", f"127.0.0.1:{port}", "--workers", engine),
             *("--model", model, "--metrics-address", "", "--log-level", "warning", "--no-access-log"),
+            "--parent-watch",
         ]
     )
     try:

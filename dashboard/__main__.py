@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ import uvicorn
 
 from dashboard import allocator, process
 from dashboard.config import ConfigError, DashboardConfig, from_args, wants_print
+from kvatlas.log_lines import LineFormatter
+from kvatlas.start_failures import start_reason
 
 USAGE_STATUS, START_STATUS = 2, 1
 PARENT_WATCH_SECONDS = 0.5
@@ -35,20 +38,40 @@ def main(arguments: Sequence[str]) -> int:
     if wants_print(arguments):
         sys.stdout.write(config.printable() + "\n")
         return 0
-    logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s %(message)s")
+    _set_up_log(config.log_level)
+    try:
+        listener = _listen(config)  # before Streamlit is imported, which takes seconds
+    except OSError as error:
+        # What Python adds to it names the address again.
+        why, _, _ = (error.strerror or str(error)).partition(" (while")
+        logger.error(
+            "event=start_failed reason=%s why=%r", start_reason(error), f"listen {config.listen}: {why}"
+        )
+        return START_STATUS
     allocator.settle()
     process.install(config)
-    return asyncio.run(_serve(config))
+    return asyncio.run(_serve(config, listener))
 
 
-async def _serve(config: DashboardConfig) -> int:
+def _set_up_log(level: str) -> None:
+    """One format for all processes: kvatlas/log_lines.py."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def _listen(config: DashboardConfig) -> socket.socket:
+    """The socket that browsers come to. Raises OSError."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    return socket.create_server((config.host, config.port), family=family)
+
+
+async def _serve(config: DashboardConfig, listener: socket.socket) -> int:
     from dashboard.web import make_app  # imports Streamlit: a wrong flag should not take seconds
 
     server = uvicorn.Server(
         uvicorn.Config(
             make_app(config),
-            host=config.host,
-            port=config.port,
             ws="websockets-sansio",
             ws_per_message_deflate=False,  # our frames are compressed once, not once for each viewer
             log_level="warning",
@@ -59,13 +82,12 @@ async def _serve(config: DashboardConfig) -> int:
     # uvicorn takes these over while it serves, and raises them once more when it has ended in order.
     for number in SIGNALS:
         signal.signal(number, _pass)
-    tell = asyncio.ensure_future(_tell_when_ready(server, config))
+    port = listener.getsockname()[1]
+    tell = asyncio.ensure_future(_tell_when_ready(server, config, port))
     watch = asyncio.ensure_future(_watch_parent(config.parent_watch, server))
     tidy = asyncio.ensure_future(allocator.keep_tidy())
     try:
-        await server.serve()
-    except SystemExit:  # uvicorn could not bind; it has said why
-        return START_STATUS
+        await server.serve(sockets=[listener])
     finally:
         tell.cancel()
         watch.cancel()
@@ -73,11 +95,11 @@ async def _serve(config: DashboardConfig) -> int:
     return 0 if server.started else START_STATUS
 
 
-async def _tell_when_ready(server: uvicorn.Server, config: DashboardConfig) -> None:
+async def _tell_when_ready(server: uvicorn.Server, config: DashboardConfig, port: int) -> None:
     while not server.started:
         await asyncio.sleep(0.02)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    url = f"http://{config.host}:{port}{config.prefix}/"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    url = f"http://{host}:{port}{config.prefix}/"
     logger.info("event=serving url=%s server=%s", url, config.server if not config.demo else "demo")
     if config.ready_file:
         path = Path(config.ready_file)

@@ -168,9 +168,10 @@ def malformed_message() -> Failure:
 # NOT_FOUND, ALREADY_EXISTS, FAILED_PRECONDITION
 
 
-def model_not_found(model: str) -> Failure:
-    """Another model than the one that is served."""
-    return Failure(grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND", f"no model {model[:128]!r} is served here")
+def model_not_found(model: str, served: str) -> Failure:
+    """Another model than the one that is served, which anybody may ask for."""
+    what = f"no model {model[:128]!r} is served here, but {served!r}"
+    return Failure(grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND", what)
 
 
 def worker_not_found(what: str) -> Failure:

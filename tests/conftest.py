@@ -210,7 +210,8 @@ def _start_server(folder: Path, *arguments: str) -> RunningServer:
     """Starts and waits until ready; AssertionError with the log if that does not happen."""
     ready, log_path = folder / "ready.json", folder / "server.log"
     command = [sys.executable, "-m", "kvatlas.cli", "serve", "--listen", "127.0.0.1:0"]
-    command += ["--metrics-port", "0", "--worker-metrics-port", "0", "--ready-file", str(ready), *arguments]
+    command += ["--metrics-port", "0", "--worker-metrics-port", "0", "--ready-file", str(ready)]
+    command += ["--parent-watch", str(os.getpid()), *arguments]  # nothing is left of tests that are killed
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "2"}
     with log_path.open("wb") as log:
         process = subprocess.Popen(

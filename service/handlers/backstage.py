@@ -55,7 +55,7 @@ class Backstage:
         if facts is None:
             raise errors.not_ready()
         if model and model != facts.model_id:
-            raise errors.model_not_found(model)
+            raise errors.model_not_found(model, facts.model_id)
         return facts
 
     def estimated_wait_ms(self) -> int | None:

@@ -372,7 +372,18 @@ def test_a_port_that_is_taken_is_an_error(dashboard: Dashboard) -> None:
     command = [sys.executable, "-m", "dashboard", "--demo", "--demo-pages", "64", "--listen", dashboard.host]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=READY_SECONDS)
     assert done.returncode == 1
-    assert "in use" in done.stderr
+    said = f"event=start_failed reason=EADDRINUSE why='listen {dashboard.host}: Address already in use'"
+    assert done.stderr.rstrip().endswith(said)
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_address_of_ipv6_is_one_that_a_browser_takes(tmp_path: Path) -> None:
+    dashboard = Dashboard(tmp_path, "--listen", "[::1]:0")
+    try:
+        assert dashboard.url.startswith("http://[::1]:")
+        assert dashboard.get("live/health")[0] == 200
+    finally:
+        assert dashboard.end() == 0
 
 
 def test_the_command_becomes_the_process(tmp_path: Path) -> None:

@@ -303,6 +303,7 @@ def test_a_method_that_does_not_exist_is_unimplemented(
 def test_another_model_is_not_found(stub: Any) -> None:
     refusal = refused(stub, spec_of(model="gpt-5"))
     assert (refusal.code, refusal.reason) == ("NOT_FOUND", "MODEL_NOT_FOUND")
+    assert refusal.message == "no model 'gpt-5' is served here, but 'toy'"
     assert refused(stub, spec_of(model="toy", labels={"fake.status": "QUEUE_FULL"})).reason == "QUEUE_FULL"
     with pytest.raises(grpc.RpcError) as raised:
         stub.Tokenize(pb.TokenizeRequest(text="a", model="gpt-5"), timeout=CALL_SECONDS)

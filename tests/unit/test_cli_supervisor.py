@@ -24,7 +24,7 @@ WAIT_SECONDS = 20.0
 
 # Two children of a test: each says what happens to it in the file `log` of the folder it runs for.
 HARNESS = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from kvatlas.cli.supervisor import ChildSpec, RestartPolicy, Supervisor, print_log
 folder = Path(sys.argv[1])
@@ -49,6 +49,7 @@ supervisor = Supervisor(
     RestartPolicy(2, first_delay_seconds=0.01),
     environment={}, clock=time.monotonic, log=print_log)
 supervisor.install_signals()
+supervisor.watch_parent(os.getppid())
 def ready():
     log = folder / "log"
     return log.exists() and log.read_text().count(" up ") >= 2
@@ -191,6 +192,21 @@ def test_a_child_that_does_not_end_is_killed_in_time(start: Callable[..., Run]) 
     assert "first did not end within 1 s: killed" in text
     assert run.log()[-1] == "second term"
     assert not psutil.pid_exists(run.pids("first")[0])
+
+
+def test_it_ends_in_order_when_whoever_started_it_is_gone(tmp_path: Path) -> None:
+    launcher = "import subprocess, sys; subprocess.Popen(sys.argv[1:]).wait()"
+    command = [sys.executable, "-c", launcher, sys.executable, "-c", HARNESS, str(tmp_path), "good", "good"]
+    parent = subprocess.Popen(command, env={"PYTHONPATH": str(ROOT / "protos")}, stderr=subprocess.DEVNULL)
+    log = tmp_path / "log"
+    try:
+        wait_for((tmp_path / "ready").exists, "ready")
+        (supervisor,) = psutil.Process(parent.pid).children()
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_for(lambda: log.read_text().splitlines()[-2:] == ["first term", "second term"], "the end in order")
+    wait_for(lambda: not supervisor.is_running() or supervisor.status() == psutil.STATUS_ZOMBIE, "its end")
 
 
 def test_restarts_come_ever_later_and_have_a_bound() -> None:

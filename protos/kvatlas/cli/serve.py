@@ -52,6 +52,8 @@ def run(settings: Namespace) -> int:
             log=print_log,
         )
         supervisor.install_signals()
+        if settings.parent_watch:
+            supervisor.watch_parent(settings.parent_watch)
 
         def on_ready() -> None:
             print_log(_ready_line(place, time.monotonic() - started))

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from kvatlas.cli.exits import FAILED, USAGE
 
 KILL_SECONDS = 5.0  # after SIGKILL, until the kernel must have taken it
 LINE_BYTES = 8192  # of one log line at a time
+PARENT_WATCH_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,10 @@ class Supervisor:
         """SIGINT, SIGTERM and SIGHUP end it in order. Main thread only."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda got, _frame: self._events.put(signal.Signals(got)))
+
+    def watch_parent(self, pid: int) -> None:
+        """Ends it in order, as SIGTERM does, once another process than this is the parent."""
+        threading.Thread(target=self._await_orphaned, args=(pid,), daemon=True).start()
 
     def run(self, is_ready: Callable[[], bool], on_ready: Callable[[], None], ready_seconds: float) -> int:
         """Starts all, waits until they are ready, keeps them alive. An exit code; no child is left."""
@@ -192,6 +198,12 @@ class Supervisor:
         with process.stdout as output:
             while line := output.readline(LINE_BYTES):
                 self._log(f"{name:7} | {line.decode(errors='replace').rstrip()}")
+
+    def _await_orphaned(self, pid: int) -> None:
+        while os.getppid() == pid:
+            time.sleep(PARENT_WATCH_SECONDS)
+        self._log(f"the process that started this, {pid}, is gone")
+        self._events.put(signal.SIGTERM)
 
     def _await_death(self, name: str, process: "subprocess.Popen[bytes]") -> None:
         self._events.put(_Died(name, process.pid, process.wait()))
