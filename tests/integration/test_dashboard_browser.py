@@ -455,7 +455,10 @@ def test_every_view_opens_on_a_phone_without_sideways_scrolling(
         ):
             tab.page.goto(stack[0].url + view)
             tab.page.get_by_test_id("stMainBlockContainer").wait_for(timeout=60_000)
-            tab.page.wait_for_timeout(1500)
+            elements = tab.page.locator("[data-testid=stMainBlockContainer] [data-testid=stElementContainer]")
+            tab.until(lambda elements=elements: elements.count() > 2, f"the content of {view}", 60)
+            tab.page.get_by_test_id("stSkeleton").first.wait_for(state="detached", timeout=60_000)
+            tab.page.locator("[data-test-script-state=notRunning]").wait_for(timeout=60_000)
             assert tab.page.get_by_test_id("stException").count() == 0, view
             width = tab.page.evaluate("document.documentElement.scrollWidth")
             assert width <= 390, f"{view}: {width}"

@@ -277,7 +277,7 @@ def test_more_viewers_than_allowed_are_told_to_come_later(
 
 def test_a_slow_viewer_gets_merged_frames_and_never_a_queue(dashboard: Dashboard) -> None:
     """Its socket is not read for seconds; then it is up to date within few frames."""
-    with dashboard.open("?hz=30", max_queue=1) as socket:
+    with dashboard.open("?hz=30", max_queue=1, close_timeout=0.1) as socket:  # unread frames hold its end up
         slow = Viewer(socket)
         slow.until(frames.SNAPSHOT)
         with dashboard.open("?hz=0.5") as rare_socket:
