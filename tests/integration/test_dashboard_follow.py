@@ -68,6 +68,7 @@ def test_a_large_map_comes_in_parts_and_stays_equal(
 def test_a_service_that_dies_is_noticed_and_comes_back_by_itself(
     pages: LivePages, feed: FeedServer, wait_until: Callable[..., None], limit: float
 ) -> None:
+    """B119: an endpoint that is down is shown, not raised."""
     follower = the(pages)
     feed.stop()
     wait_until(lambda: follower.status.kind in ("no_service", "stale"), "a word of it")

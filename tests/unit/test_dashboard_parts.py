@@ -183,6 +183,7 @@ def test_each_check_of_the_copy_finds_its_fault(check: str, plane: str, wanted: 
 
 
 def test_history_keeps_its_bounds_and_begins_with_a_key_frame() -> None:
+    """B119: however long a session looks."""
     pool = DemoPool(128, seed=1).run(3)
     live = LiveMap("w", history_seconds=120)
     for message in demo_messages.snapshot(pool):

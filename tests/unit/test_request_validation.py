@@ -152,6 +152,7 @@ def test_the_last_good_value_passes(spec: pb.GenerationSpec) -> None:
     ("spec", "path"), BAD, ids=[f"{number}-{path}" for number, (_, path) in enumerate(BAD)]
 )
 def test_the_first_bad_value_is_named_by_its_path(spec: pb.GenerationSpec, path: str) -> None:
+    """B069 among them: an empty stop string."""
     assert paths(spec) == [path]
 
 
