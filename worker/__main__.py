@@ -47,7 +47,10 @@ def main(arguments: Sequence[str]) -> int:
     log.log_event(logger, logging.INFO, "phase", phase="interpreter", seconds=process_age())
     sys.setswitchinterval(SWITCH_SECONDS)
     _import_all(config)
-    return _run(config)
+    try:
+        return _run(config)
+    finally:
+        gc.unfreeze()  # else Triton's library tells on stderr of each object that is never freed
 
 
 def _import_all(config: WorkerConfig) -> None:
