@@ -144,6 +144,30 @@ def test_paths_named_in_documents_exist(document: Path) -> None:
     assert missing == []
 
 
+def anchor(heading: str) -> str:
+    """What a heading is called in a link."""
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.strip().lower())
+    return re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+
+
+def test_headings_that_links_lead_to_exist() -> None:
+    anchors = {
+        path.resolve(): {anchor(found) for found in re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)}
+        for path in DOCUMENTS
+    }
+    links = [
+        (document, target)
+        for document in DOCUMENTS
+        for target in re.findall(r"\]\(([^)\s]*#[^)\s]*)\)", document.read_text())
+        if "://" not in target
+    ]
+    assert links
+    for document, target in links:
+        path, _, name = target.partition("#")
+        there = (document.parent / path).resolve() if path else document.resolve()
+        assert name in anchors.get(there, {name}), (document.name, target)
+
+
 def test_the_makefile_has_every_verb_that_documents_name() -> None:
     verbs = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for document in DOCUMENTS:
