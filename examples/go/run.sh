@@ -4,6 +4,9 @@
 # Needs of Debian 12: golang-go golang-google-grpc-dev golang-google-genproto-dev protobuf-compiler libprotobuf-dev
 # protoc-gen-go-1-5 protoc-gen-go-grpc. With Go modules instead: generate as below, `go mod init`, `go mod tidy`.
 set -eu
+for tool in go protoc protoc-gen-go protoc-gen-go-grpc; do
+  command -v "$tool" >/dev/null || { echo "$tool is not installed: the head of $0 names the packages" >&2; exit 2; }
+done
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/../.." && pwd)
 build=${GO_BUILD:-${XDG_CACHE_HOME:-$HOME/.cache}/kvatlas/go-example}
 program="$build/generate"

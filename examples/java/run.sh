@@ -4,6 +4,9 @@
 # Needs Java 17 and, of Debian 12: libgrpc-java libgoogle-gson-java libguava-java libnetty-java libperfmark-java
 # libprotobuf-java libprotobuf-dev protobuf-compiler protobuf-compiler-grpc-java-plugin
 set -eu
+for tool in java javac protoc grpc_java_plugin; do
+  command -v "$tool" >/dev/null || { echo "$tool is not installed: the head of $0 names the packages" >&2; exit 2; }
+done
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/../.." && pwd)
 jars=/usr/share/java
 classpath=

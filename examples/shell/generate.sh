@@ -4,6 +4,7 @@
 # KVATLAS_TOKEN goes along as bearer token; KVATLAS_CA_FILE makes it TLS. buf prints status and details of
 # what is refused, and its exit code is eight times the status. Ctrl-C cancels the call.
 set -eu
+command -v "${BUF:-buf}" >/dev/null || { echo "buf is not installed: pip install buf-bin" >&2; exit 2; }
 address=${1:-127.0.0.1:50051}
 prompt=${2:-The sky is}
 unavailable=112

@@ -85,6 +85,15 @@ def test_the_shell_example_streams_through_reflection(real_server: Any) -> None:
     assert sum(m["delta"].get("tokenCount", 0) for m in messages if "delta" in m) > 0
 
 
+@pytest.mark.parametrize("script", ["shell/generate.sh", "go/run.sh", "java/run.sh"])
+def test_a_script_without_its_tools_says_so_in_one_line(script: str, tmp_path: Path) -> None:
+    command = ["/bin/sh", str(ROOT / "examples" / script)]
+    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "is not installed: " in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_buf_curl_prints_the_details_of_an_error(real_server: Any) -> None:
     request = {"spec": {"text": "x", "sampling": {"temperature": 9}}}
     done = buf_curl(real_server.address, "kvatlas.v1.GenerationService/Generate", request)
