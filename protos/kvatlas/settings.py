@@ -10,7 +10,7 @@ import difflib
 import os
 import tempfile
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
@@ -38,16 +38,28 @@ class OneLineParser(argparse.ArgumentParser):
         """Flags that nobody knows are told by the parser of their command, which knows the others."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"not understood: {' '.join(unknown)}{self._meant(unknown[0])}")
+            flags = [each for each in self._option_string_actions if each.startswith("--")]
+            meant = _meant(unknown[0].partition("=")[0], flags)
+            self.error(f"not understood: {' '.join(unknown)}{meant}")
         return known, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
-    def _meant(self, flag: str) -> str:
-        flags = [each for each in self._option_string_actions if each.startswith("--")]
-        near = difflib.get_close_matches(flag.partition("=")[0], flags, n=1)
-        return f"; did you mean {near[0]}?" if near else ""
+
+def no_such_setting(unknown: Collection[str], known: Iterable[str], prefix: str = "") -> str:
+    """Names that nobody knows, in a sentence; of a single one what may have been meant.
+
+    All begin with `prefix`, which makes none of them closer.
+    """
+    names = sorted(unknown)
+    return f"no such setting: {', '.join(names)}{_meant(names[0], known, prefix) if len(names) == 1 else ''}"
+
+
+def _meant(name: str, known: Iterable[str], prefix: str = "") -> str:
+    endings = [each.removeprefix(prefix) for each in known]
+    near = difflib.get_close_matches(name.removeprefix(prefix), endings, n=1)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
 def option(
@@ -111,16 +123,16 @@ class Reader(Generic[Config]):
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"config: {path}: {error}") from None
         known = {setting.name: setting.type for setting in fields(self.config)}
-        if unknown := sorted(table.keys() - known.keys()):
-            raise ConfigError(f"config: {path}: no such setting: {', '.join(unknown)}")
+        if unknown := table.keys() - known.keys():
+            raise ConfigError(f"config: {path}: {no_such_setting(unknown, known)}")
         return {name: _typed(known[name], value, f"config: {path}: {name}") for name, value in table.items()}
 
     def _from_environment(self, environment: Mapping[str, str]) -> dict[str, Any]:
         known = {self.prefix + setting.name.upper(): setting for setting in fields(self.config)}
         given = {name: text for name, text in environment.items() if name.startswith(self.prefix)}
         given.pop(self.prefix + "CONFIG", None)
-        if unknown := sorted(given.keys() - known.keys()):
-            raise ConfigError(f"environment: no such setting: {', '.join(unknown)}")
+        if unknown := given.keys() - known.keys():
+            raise ConfigError(f"environment: {no_such_setting(unknown, known, self.prefix)}")
         return {known[name].name: _parsed(known[name].type, text, name) for name, text in given.items()}
 
 

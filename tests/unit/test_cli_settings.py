@@ -61,9 +61,12 @@ def test_lists_come_from_every_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("adress = 'x'", "no such setting: adress"),
-        ("[generate]\ntemprature = 1", "no such setting: generate.temprature"),
-        ("[pages]\nwidht = 1", "no such setting: pages.widht"),
+        ("adress = 'x'", "no such setting: adress; did you mean address?"),
+        (
+            "[generate]\ntemprature = 1",
+            "no such setting: generate.temprature; did you mean generate.temperature?",
+        ),
+        ("[pages]\nwidht = 1", "no such setting: pages.widht; did you mean pages.width?"),
         ("[generate]\nmax_tokens = 'many'", "max_tokens = 'many' is not a whole number"),
         ("[generate]\nmax_tokens = true", "is not a whole number"),
         ("[generate]\nstop = 'x'", "is not a list"),

@@ -80,6 +80,8 @@ def test_a_bare_flag_asks_for_its_value_only_when_it_is_given() -> None:
     ("environment", "sentence"),
     [
         ({"OVEN_TRAY": "1", "OVEN_A": "1"}, "environment: no such setting: OVEN_A, OVEN_TRAY"),
+        ({"OVEN_TRAY": "1"}, "environment: no such setting: OVEN_TRAY; did you mean OVEN_TRAYS?"),
+        ({"OVEN_ROOF": "1"}, "environment: no such setting: OVEN_ROOF"),
         ({"OVEN_TRAYS": "1.5"}, "environment: OVEN_TRAYS='1.5' is not a whole number"),
         ({"OVEN_HEAT": "hot"}, "environment: OVEN_HEAT='hot' is not a number"),
         ({"OVEN_LIGHT": ""}, "environment: OVEN_LIGHT='' is not true or false"),

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvatlas.cli.option import Command, Option
 from kvatlas.cli.options import COMMANDS, SHARED, options_of
-from kvatlas.settings import OneLineParser
+from kvatlas.settings import OneLineParser, no_such_setting
 
 PREFIX = "KVATLAS_"
 TRUE = frozenset({"1", "true", "yes", "on"})
@@ -177,12 +177,13 @@ def _from_file(path: Path, command: Command) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config {path}: {error}") from None
     shared = {option.name: option for option in SHARED if not option.is_secret}
-    unknown = sorted(table.keys() - shared.keys() - COMMANDS.keys())
+    given = table.keys() - COMMANDS.keys()
+    known = set(shared)
     for name, other in COMMANDS.items():
-        known = {option.name for option in options_of(other) if not option.is_secret}
-        unknown += sorted(f"{name}.{key}" for key in _table(table, name, path).keys() - known)
-    if unknown:
-        raise ConfigError(f"config {path}: no such setting: {', '.join(unknown)}")
+        given |= {f"{name}.{key}" for key in _table(table, name, path)}
+        known |= {f"{name}.{option.name}" for option in options_of(other) if not option.is_secret}
+    if unknown := given - known:
+        raise ConfigError(f"config {path}: {no_such_setting(unknown, known)}")
     options = {option.name: option for option in options_of(command) if not option.is_secret}
     values = {key: value for key, value in table.items() if key in shared and key in options}
     values |= _table(table, command.name, path)
@@ -200,8 +201,8 @@ def _from_environment(environment: Mapping[str, str], command: Command) -> dict[
     own = f"{PREFIX}{command.name.upper()}_"
     options = options_of(command)
     known = {f"{own}{option.name.upper()}": option for option in options}
-    if unknown := sorted(name for name in environment if name.startswith(own) and name not in known):
-        raise ConfigError(f"environment: no such setting: {', '.join(unknown)}")
+    if unknown := {name for name in environment if name.startswith(own)} - known.keys():
+        raise ConfigError(f"environment: {no_such_setting(unknown, known, own)}")
     shared = {f"{PREFIX}{option.name.upper()}": option for option in SHARED if option in options}
     return {
         option.name: _parsed(option, environment[name], name)
