@@ -74,6 +74,15 @@ def test_every_command_of_a_document_is_understood(document: Path) -> None:
             assert fits or not words, " ".join([*start, *words])
 
 
+def test_blocks_of_commands_say_so() -> None:
+    """One without a language was looked at by nobody."""
+    for document in DOCUMENTS:
+        for language, first in re.findall(
+            r"^```(\w*)\n(\S+).*?^```", document.read_text(), re.MULTILINE | re.DOTALL
+        ):
+            assert language or first not in ("kvatlas", "python", "make", "docker", "pip"), document
+
+
 def test_commands_are_found() -> None:
     texts = [document.read_text() for document in DOCUMENTS]
     assert sum(len(list(shown(text, "kvatlas"))) for text in texts) > 40
