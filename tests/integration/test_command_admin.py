@@ -63,6 +63,8 @@ def test_a_prefix_is_pinned_listed_hit_and_let_go(server: Any, admin: Command) -
     assert "greeting" in admin(server, "pins").stdout
     done = admin(server, "unpin", "greeting")
     assert (done.returncode, done.stdout) == (0, "greeting: let go\n")
+    again = admin(server, "unpin", "greeting")
+    assert (again.returncode, again.stdout) == (0, "greeting: there was no such pin\n")
     assert facts(admin, server, "pins") == []
 
 

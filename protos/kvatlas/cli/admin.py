@@ -89,8 +89,9 @@ def _pin(admin: Admin, settings: Namespace) -> Answer:
 
 def _unpin(admin: Admin, settings: Namespace) -> Answer:
     name = _subject(settings, "the name of the pin")
+    was_there = any(pin.name == name for pin in admin.pinned_prefixes(settings.worker_id))
     admin.unpin_prefix(name, worker_id=settings.worker_id)
-    return {}, f"{name}: let go"
+    return {"was_there": was_there}, f"{name}: {'let go' if was_there else 'there was no such pin'}"
 
 
 def _cancel(admin: Admin, settings: Namespace) -> Answer:
