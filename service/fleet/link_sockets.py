@@ -1,7 +1,7 @@
 """The sockets of one link: a DEALER for commands and steps, its monitor, and a SUB for page feeds.
 
-To a worker on this host the DEALER is our own (ipc_stream.py), which needs no monitor. Owns them from one
-open() to the next close(); both may come again. Sending never waits. Knows no messages.
+Owns them from one open() to the next close(); both may come again. Sending only appends to a queue.
+Knows no messages.
 """
 
 import asyncio
@@ -10,8 +10,7 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from service.fleet.ipc_stream import IpcStream
-from service.fleet.seam import EVENTS, MAX_MESSAGE_BYTES, SeamClient
+from service.fleet.seam import EVENTS, SeamClient
 from service.fleet.socket_reader import SocketReader
 
 SEND_QUEUE = 10_000  # messages; a full queue is a lost worker, never a wait
@@ -42,7 +41,7 @@ class LinkSockets:
         self._on_frames = on_frames
         self._on_feed = on_feed
         self._on_end = on_end
-        self._engine: SocketReader | IpcStream | None = None
+        self._engine: SocketReader | None = None
         self._monitor: SocketReader | None = None
         self._pages: SocketReader | None = None
         self._topics: set[bytes] = set()
@@ -55,25 +54,6 @@ class LinkSockets:
     def open(self, first: bytes) -> None:
         """Starts to connect, with a first message; returns at once."""
         assert self._engine is None, "open already"
-        if self._address.startswith("ipc://"):
-            self._engine = stream = self._make_stream()
-            stream.send(first)
-            stream.open()
-        else:
-            self._engine = self._make_dealer(first)
-
-    def _make_stream(self) -> IpcStream:
-        return IpcStream(
-            self._address,
-            loop=self._loop,
-            identity=self._identity,
-            max_queued=SEND_QUEUE,
-            max_message_bytes=MAX_MESSAGE_BYTES,
-            on_frames=self._on_frames,
-            on_end=self._on_end,
-        )
-
-    def _make_dealer(self, first: bytes) -> SocketReader:
         engine = self._context.socket(zmq.DEALER)
         engine.setsockopt(zmq.ROUTING_ID, self._identity)
         engine.setsockopt(zmq.LINGER, 0)
@@ -85,18 +65,15 @@ class LinkSockets:
         engine.setsockopt(zmq.RECONNECT_IVL_MAX, 250)  # a worker that has just begun to listen is found soon
         self._seam.prepare(engine)
         monitor = engine.get_monitor_socket(EVENTS)
-        reader = SocketReader(self._loop, engine, self._on_frames)
+        self._engine = SocketReader(self._loop, engine, self._on_frames)
         self._monitor = SocketReader(self._loop, monitor, self._hear)
         engine.connect(self._address)
         engine.send(first, zmq.NOBLOCK)
-        reader.drain_soon()
-        return reader
+        self._engine.drain_soon()
 
     def send(self, frame: bytes) -> bool:
         """Puts a message in the queue; False: that is full."""
         assert self._engine is not None, "not open"
-        if isinstance(self._engine, IpcStream):
-            return self._engine.send(frame)
         try:
             self._engine.socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
@@ -131,13 +108,10 @@ class LinkSockets:
 
     def close(self, linger_ms: int = 0) -> None:
         """Frees them. Idempotent."""
-        if isinstance(self._engine, IpcStream):
-            self._engine.close()
-        elif self._monitor is not None and self._engine is not None:
+        if self._monitor is not None and self._engine is not None:
             self._monitor.stop()
             self._engine.socket.disable_monitor()
-            self._engine.close(linger_ms)
-        for reader in (self._monitor, self._pages):
+        for reader in (self._monitor, self._engine, self._pages):
             if reader is not None:
                 reader.close(linger_ms)
         self._engine = self._monitor = self._pages = None
