@@ -8,6 +8,8 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -52,7 +54,7 @@ def device_name() -> str:
 def _circumstances(packages: Sequence[str]) -> dict[str, Any]:
     return {
         "time": _BEGUN["time"],
-        "command": "python -m " + " ".join([_module_name(), *map(_without_folder, sys.argv[1:])]),
+        "command": shlex.join(["python", "-m", _module_name(), *map(_without_folders, sys.argv[1:])]),
         "commit": _BEGUN["commit"],
         "cpu": _cpu_name(),
         "cpus": os.cpu_count(),
@@ -70,9 +72,9 @@ def _version(name: str) -> str:
         return ""
 
 
-def _without_folder(argument: str) -> str:
-    """A file is told by its name: where it lies is that machine's business."""
-    return Path(argument).name if argument.startswith("/") else argument
+def _without_folders(argument: str) -> str:
+    """A file is told by its name: where it lies is that machine's business. NAME=/a/b:/c/d is NAME=b:d."""
+    return re.sub(r"(?<![^=:])/(?!/)[^=:]*", lambda path: Path(path[0]).name, argument)
 
 
 def _module_name() -> str:

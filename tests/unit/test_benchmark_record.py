@@ -77,3 +77,9 @@ def test_an_archive_knows_its_commit_even_inside_another_repository(checkout: Pa
 def test_without_a_repository_there_is_no_commit(checkout: Path) -> None:
     subprocess.run(["rm", "-r", str(checkout / ".git")], check=True)
     assert result_of(checkout)["commit"] == ""
+
+
+def test_a_command_can_be_given_again_and_tells_no_folder(checkout: Path) -> None:
+    words = ["true", "/opt/models/a.gguf", "vllm=/opt/vllm:/opt/more", "ipc://x/y", "two words", "out/b"]
+    told = "true a.gguf vllm=vllm:more ipc://x/y 'two words' out/b"
+    assert result_of(checkout, *words)["command"] == f"python -m run {told}"
