@@ -130,7 +130,7 @@ ELSEWHERE = [
     Fault(
         "recordings of another live worker are removed",
         STORE,
-        "        self._take_name()\n        stamp",
+        "        self._name.take(self.folder)\n        stamp",
         "        stamp",
         _unit("recorder"),
     ),

@@ -365,7 +365,7 @@ def test_recordings_in_a_folder_that_can_only_be_read_are_listed(
     def refuse(path: Path, flags: int, mode: int = 0o777) -> int:
         raise PermissionError(errno.EACCES, "read only")
 
-    monkeypatch.setattr("worker.readers.recording_store.os.open", refuse)
+    monkeypatch.setattr("worker.folder_name.os.open", refuse)
     (found,) = listed(tmp_path, "worker-0")
     assert found.recording_id == info.recording_id
     with pytest.raises(PermissionError):

@@ -17,6 +17,7 @@ from kvatlas.log_levels import LogLevels, UnknownLogger
 from kvatlas.v1 import server_pb2
 from kvatlas.worker.v1 import worker_pb2
 from worker.channels import OutputQueue
+from worker.folder_name import FolderName
 from worker.link.commands import CallRefused
 from worker.messages import (
     CallError,
@@ -59,7 +60,7 @@ class OperatorDesk:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
-        self._worker_id = worker_id
+        self._name = FolderName(_plain(worker_id))
         self._uses_torch = uses_torch
         self._to_engine = to_engine
         self._answers = answers
@@ -93,6 +94,7 @@ class OperatorDesk:
     def close(self) -> None:
         """Ends the thread once its piece of work is done; idempotent."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._name.close()
 
     # Log levels
 
@@ -136,9 +138,10 @@ class OperatorDesk:
         self._to_engine(Profile(ticket, steps, deadline, self._uses_torch, on_end))
 
     def _save(self, ticket: Ticket, recorded: Recorded, num_steps: int) -> None:
-        path = self._folder / f"{_plain(self._worker_id)}-{time.time_ns()}{recorded.suffix}"
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._name.take(self._folder)
+            path = self._folder / f"{self._name.name}-{time.time_ns()}{recorded.suffix}"
             recorded.save(path)
             size = path.stat().st_size
         except OSError as error:
@@ -185,7 +188,10 @@ class OperatorDesk:
 
     def _files(self) -> list[Path]:
         """Profiles of this worker, oldest first."""
-        pattern = re.compile(re.escape(_plain(self._worker_id)) + r"-(\d+)\.(json\.gz|pstats)")
+        if self._folder.is_dir():
+            with suppress(OSError):  # a folder that can only be read has nobody who writes
+                self._name.take(self._folder)
+        pattern = re.compile(re.escape(self._name.name) + r"-(\d+)\.(json\.gz|pstats)")
         found = [(match, path) for path in self._folder.glob("*") if (match := pattern.fullmatch(path.name))]
         return [path for match, path in sorted(found, key=lambda each: int(each[0][1]))]
 

@@ -1,14 +1,11 @@
 """The folder of recordings: names, the few that are kept, and what each one is.
 
-Owns the files of one worker. Touches the disk only when asked to: who never records, makes no folder. Servers
-of one user share the folder, and their workers may have one id: each takes a name that no live one has, so
-that none lists or removes the files of another.
+Owns the files of one worker, under a name of its own. Touches the disk only when asked to: who never records,
+makes no folder.
 """
 
-import fcntl
 import glob
 import logging
-import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,11 +13,11 @@ from enum import IntEnum
 from pathlib import Path
 from typing import BinaryIO
 
+from worker.folder_name import FolderName
 from worker.log import log_event
 from worker.readers.recording_file import SUFFIX, DamagedRecording, read_ends
 
 KEPT_RECORDINGS = 4
-MAX_NAMES = 64  # live workers of one id that share a folder
 
 logger = logging.getLogger("worker.recorder")
 
@@ -63,42 +60,20 @@ class RecordingStore:
 
     def __init__(self, folder: Path, worker_id: str) -> None:
         self.folder = folder
-        self._worker_id = worker_id
-        self._prefix = worker_id
-        self._lock: int | None = None  # file descriptor: the lock on our name dies with this process
+        self._name = FolderName(worker_id)
         self._known: dict[str, RecordingSummary] = {}  # of those that ended in this life
 
     def close(self) -> None:
         """Lets go of the name; idempotent."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def _take_name(self) -> None:
-        """The worker's id, or with a number behind it where another live worker has that. Raises OSError."""
-        if self._lock is not None:
-            return
-        for number in range(1, MAX_NAMES + 1):
-            name = self._worker_id if number == 1 else f"{self._worker_id}.{number}"
-            lock = os.open(self.folder / f".{name}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                os.close(lock)
-                if not isinstance(error, BlockingIOError):
-                    raise
-            else:
-                self._lock, self._prefix = lock, name
-                return
-        raise BlockingIOError(f"{MAX_NAMES} workers of the id {self._worker_id} share {self.folder}")
+        self._name.close()
 
     def new_path(self) -> Path:
         """Where the next recording goes; the oldest one makes room. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._take_name()
+        self._name.take(self.folder)
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(time.time_ns() // 1_000_000_000))
         number = 0
-        while (path := self._path(f"{self._prefix}-{stamp}-{number}")).exists():
+        while (path := self._path(f"{self._name.name}-{stamp}-{number}")).exists():
             number += 1
         for old in self._paths()[KEPT_RECORDINGS - 1 :]:
             old.unlink(missing_ok=True)
@@ -110,14 +85,13 @@ class RecordingStore:
 
     def _paths(self) -> list[Path]:
         """Files of this worker, the newest first."""
-        found = [
-            path for path in self.folder.glob(f"{glob.escape(self._prefix)}-*{SUFFIX}") if self._is_ours(path)
-        ]
+        name = glob.escape(self._name.name)
+        found = [path for path in self.folder.glob(f"{name}-*{SUFFIX}") if self._is_ours(path)]
         return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
 
     def _is_ours(self, path: Path) -> bool:
         """Not of a worker whose id begins with ours."""
-        return path.stem[len(self._prefix) + 1 :].count("-") == 1
+        return path.stem[len(self._name.name) + 1 :].count("-") == 1
 
     def remember(self, summary: RecordingSummary) -> None:
         """One that ended."""
@@ -129,7 +103,7 @@ class RecordingStore:
         if not self.folder.is_dir():
             return found
         with suppress(OSError):  # a folder that can only be read has nobody who writes
-            self._take_name()
+            self._name.take(self.folder)
         for path in self._paths():
             summary = self._known.get(path.stem) or self._read(path)
             if summary is not None:
