@@ -328,6 +328,10 @@ class WorkerProcess:
         if self._engine is not None:
             self._engine.ask_for_snapshot()
 
+    def _make_rehearsal(self, runner: Runner) -> Rehearsal:
+        launch = getattr(runner, "rehearse", None)
+        return Rehearsal(self._scheduler.config, *([launch] if launch is not None else []))
+
     def run(self) -> int:
         """Loads, warms up and serves until a drain is over; returns the exit status."""
         self._is_loading = True
@@ -364,7 +368,7 @@ class WorkerProcess:
                 on_state=self.link.announce,
                 wake_observer=self._wake_readers,
                 traffic=self.traffic,
-                rehearsal=Rehearsal(self._scheduler.config) if has_cores() else None,
+                rehearsal=self._make_rehearsal(runner) if has_cores() else None,
                 clock=self._clock,
             )
             if self.config.debug_poison:

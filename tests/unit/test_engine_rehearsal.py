@@ -3,7 +3,7 @@
 import pytest
 
 from worker.pages.page_cache import CacheConfig
-from worker.rehearsal import EVERY_SECONDS, LASTING_SECONDS, Rehearsal
+from worker.rehearsal import EVERY_SECONDS, FIRST_SECONDS, LASTING_SECONDS, PROMPT_TOKENS, Rehearsal
 from worker.scheduling.settings import SchedulerConfig
 
 
@@ -29,8 +29,14 @@ def test_each_play_is_the_same_and_leaves_nothing(page_size: int, max_step_token
 
 
 def test_it_is_over_a_moment_after_the_last_step() -> None:
-    rehearsal = Rehearsal(config_of())
+    launched: list[int] = []
+    rehearsal = Rehearsal(config_of(), launched.append)
     assert rehearsal.next_time(0.0) is None
     rehearsal.stepped(1.0)
+    assert rehearsal.next_time(1.0) == 1.0 + FIRST_SECONDS
+    rehearsal.play(1.0)
     assert rehearsal.next_time(1.0) == 1.0 + EVERY_SECONDS
+    assert launched == [PROMPT_TOKENS]
+    rehearsal.stepped(1.0)
+    assert rehearsal.next_time(1.0) == 1.0 + FIRST_SECONDS
     assert rehearsal.next_time(1.0 + LASTING_SECONDS) is None
