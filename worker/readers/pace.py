@@ -18,10 +18,12 @@ class Pace:
 
     def __init__(
         self,
+        rest_seconds: float = REST_SECONDS,
         *,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        self._rest_seconds = rest_seconds
         self._clock = clock
         self._sleep = sleep
         self._tired_at: float | None = None
@@ -33,5 +35,5 @@ class Pace:
     def rest(self) -> None:
         """Sleeps where enough was done since the last time."""
         if self._tired_at is not None and self._clock() >= self._tired_at:
-            self._sleep(REST_SECONDS)
+            self._sleep(self._rest_seconds)
             self.begin()
