@@ -55,8 +55,10 @@ class StaticDecode(Protocol):
         """The device's part, once a step. rows, kv_lens int32 [size], always the same memory."""
         ...
 
-    def attend(self, kv: KvLayer, q: Tensor, *, scale: float) -> Tensor:
-        """One layer, K and V already stored. q and result [size, num_heads, head_dim]."""
+    def attend(self, kv: KvLayer, q: Tensor, *, scale: float, out: Tensor | None = None) -> Tensor:
+        """One layer, K and V already stored. q and result, which is `out` if given: [size, num_heads,
+        head_dim].
+        """
         ...
 
 
@@ -74,6 +76,7 @@ class StaticPrefill(Protocol):
 
     def fill(self, spans: HostSpans, size: int, into: NDArray[np.int32]) -> bool:
         """The host's part, before each replay of the graph of `size` tokens: all of the words that it reads.
+        Decode spans are left out: their tokens come first, and are attended by somebody else.
 
         False: it is not for this step, which needs `plan` and `attend` of the backend; `into` is undefined.
         """
@@ -84,8 +87,8 @@ class StaticPrefill(Protocol):
         ...
 
     def attend(self, kv: KvLayer, q: Tensor, out: Tensor, *, scale: float) -> None:
-        """One layer, K and V already stored. q, out [size, num_heads, head_dim]; rows of `out` past the
-        step's tokens are left as they are.
+        """One layer, K and V already stored. q, out [size, num_heads, head_dim]; rows of `out` that are of
+        decode spans or past the step's tokens are left as they are.
         """
         ...
 

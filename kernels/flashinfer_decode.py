@@ -71,10 +71,10 @@ class FlashInferStaticDecode:
         indptr = self._indptr[: size + 1]
         page_indices(self._page_table, rows, indptr, self._indices, self._planner.page_size)
 
-    def attend(self, kv: KvLayer, q: Tensor, *, scale: float) -> Tensor:
+    def attend(self, kv: KvLayer, q: Tensor, *, scale: float, out: Tensor | None = None) -> Tensor:
         """One layer."""
-        out: Tensor = self._wrapper(self._size).run(q, self._planner.pages(kv), q_scale=scale)
-        return out
+        attended: Tensor = self._wrapper(self._size).run(q, self._planner.pages(kv), q_scale=scale, out=out)
+        return attended
 
     def _wrapper(self, size: int) -> Any:
         key = size if self._is_captured else 0

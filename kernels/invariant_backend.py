@@ -85,7 +85,7 @@ class InvariantStaticDecode:
             q_lens_host=[1] * size,
         )
 
-    def attend(self, kv: KvLayer, q: Tensor, *, scale: float) -> Tensor:
+    def attend(self, kv: KvLayer, q: Tensor, *, scale: float, out: Tensor | None = None) -> Tensor:
         """One layer."""
         assert self._batch is not None, "attend before begin"
-        return paged_prefill(q, kv, self._batch, self._tiles[: q.shape[0]], scale=scale)
+        return paged_prefill(q, kv, self._batch, self._tiles[: q.shape[0]], scale=scale, out=out)

@@ -1,7 +1,8 @@
 """Prefill attention that a CUDA graph can hold: spans and tiles are read from memory that stays where it is.
 
-A graph's grid is fixed, so every size has tiles for as many tokens in as many spans as it takes; those that a
-step does not need belong to an empty span and end at once. Bits are those of the same kernel outside a graph.
+It leaves out decode spans, which come first. A graph's grid is fixed, so every size has tiles for as many
+tokens in as many spans as it takes; those that a step does not need belong to an empty span and end at once.
+Bits are those of the same kernel outside a graph.
 """
 
 from itertools import accumulate
@@ -23,7 +24,7 @@ TILES_AT = 3 * SPAN_ROOM
 
 
 class TritonStaticPrefill:
-    """See kernels.backend.StaticPrefill. Takes steps of prompts alone whose keys need no split."""
+    """See kernels.backend.StaticPrefill. Takes steps of few prompts whose keys need no split."""
 
     def __init__(self, page_table: Tensor, shape: tuple[int, int, int], max_tokens: int) -> None:
         """shape: num_heads, num_kv_heads, head_dim."""
@@ -41,15 +42,16 @@ class TritonStaticPrefill:
 
     def fill(self, spans: HostSpans, size: int, into: NDArray[np.int32]) -> bool:
         """See StaticPrefill."""
-        q_lens, count = spans.q_lens_host, len(spans.q_lens_host)
-        if spans.num_decode or count > MAX_SPANS:
+        first = spans.num_decode
+        rows, kv_lens, q_lens = spans.rows_host[first:], spans.kv_lens_host[first:], spans.q_lens_host[first:]
+        count = len(q_lens)
+        if not 0 < count <= MAX_SPANS:
             return False
         tiles = tile_array(q_lens, self._group)
-        longest, device = max(spans.kv_lens_host), self._page_table.device
-        if num_parts(len(tiles), self._num_kv_heads, longest, device) > 1:
+        if num_parts(len(tiles), self._num_kv_heads, max(kv_lens), self._page_table.device) > 1:
             return False
-        ends, unused = list(accumulate(q_lens, initial=0)), [0] * (SPAN_ROOM - count)
-        words = [*spans.rows_host, *unused, *spans.kv_lens_host, *unused, *ends]
+        ends, unused = list(accumulate(q_lens, initial=first)), [0] * (SPAN_ROOM - count)
+        words = [*rows, *unused, *kv_lens, *unused, *ends]
         words += ends[-1:] * (TILES_AT - len(words))
         into[:TILES_AT] = words
         listed = into[TILES_AT : self.num_words(size)].reshape(-1, 2)

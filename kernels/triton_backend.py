@@ -95,9 +95,9 @@ class TritonStaticDecode:
         """Lists the chunks."""
         plan_decode(self._plan, rows, kv_lens)
 
-    def attend(self, kv: KvLayer, q: Tensor, *, scale: float) -> Tensor:
+    def attend(self, kv: KvLayer, q: Tensor, *, scale: float, out: Tensor | None = None) -> Tensor:
         """One layer."""
-        return paged_decode(q, kv, self._page_table, self._plan, scale=scale)
+        return paged_decode(q, kv, self._page_table, self._plan, scale=scale, out=out)
 
     def attend_product(self, kv: KvLayer, qkv: Tensor, rotary: Rotary, *, scale: float) -> Tensor:
         """See kernels.product_decode.ProductDecode."""

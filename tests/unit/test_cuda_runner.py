@@ -114,7 +114,7 @@ def answers(
 def test_the_gpu_path_gives_the_plain_runners_tokens(monkeypatch):
     """M-24, M-25, B052: padded steps, sampled on the device beside rows the plain sampler draws.
 
-    Prompts alone run whole, those beside decodes in pieces.
+    Prompts run whole, alone and beside decodes.
     """
     monkeypatch.setattr("worker.execution.prompt_graphs.SMALLEST", 8)
     backend = TritonBackend(CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CONTEXT)
@@ -123,11 +123,14 @@ def test_the_gpu_path_gives_the_plain_runners_tokens(monkeypatch):
     ways = []
     for way in ("_run_whole", "_run_pieces"):
         run = getattr(runner.prompt_graphs, way)
-        monkeypatch.setattr(
-            runner.prompt_graphs, way, lambda *step, way=way, run=run: (ways.append(way), run(*step))
-        )
+
+        def noted(*step, way=way, run=run, **how):
+            ways.append((way, how.get("with_decodes")))
+            return run(*step, **how)
+
+        monkeypatch.setattr(runner.prompt_graphs, way, noted)
     assert answers(runner, overlap=True) == expected
-    assert set(ways) == {"_run_whole", "_run_pieces"}
+    assert set(ways) == {("_run_whole", False), ("_run_whole", True)}
 
 
 @pytest.mark.parametrize("kind", [CudaRunner, InvariantRunner])

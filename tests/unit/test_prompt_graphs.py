@@ -28,13 +28,14 @@ MODEL = FusedModel(toy_model(CONFIG), own_rows=OwnRows(0, 0, 0))
 TOKENS, SLOTS = 5, 12
 
 
-def test_sizes_are_four_to_a_doubling_up_to_the_largest_step() -> None:
+def test_sizes_are_four_to_a_doubling_up_to_the_largest_step_and_eight_of_large_ones() -> None:
     assert token_sizes(200) == [64, 80, 96, 112, 128, 160, 192, 200]
     assert token_sizes(64) == [64]
     assert token_sizes(63) == []
     sizes = token_sizes(8192)
-    assert len(sizes) == 29
+    assert len(sizes) == 41
     assert max(large / small for small, large in pairwise(sizes)) == 1.25
+    assert max(large / small for small, large in pairwise(sizes) if small >= 1024) == 1.125
 
 
 def layers() -> list[KvLayer]:
@@ -57,13 +58,14 @@ class PlainAttention:
     def prepare(self, batch: PagedBatch, size: int) -> bool:
         self.num_prepared += 1
         self._batch = batch
-        return batch.num_decode == 0
+        return True
 
     def static_prefill(self, page_table: Tensor, max_tokens: int) -> Any:
         return Static(self) if self.is_static else None
 
-    def static_decode(self, page_table: Tensor, max_batch: int) -> None:
-        """Only steps that come by message need it."""
+    def static_decode(self, page_table: Tensor, max_batch: int) -> object:
+        """Nobody uses it: a table of one row has no room for decodes, and no step comes by message."""
+        return object()
 
     def attend(self, kv: KvLayer, q: Tensor, *, scale: float, out: Tensor | None = None) -> Tensor:
         batch = self._batch
@@ -135,22 +137,24 @@ def test_a_step_in_pieces_is_the_step_in_one_and_padding_writes_the_dummy_page_a
 
 
 def last_of(batch: PagedBatch, tokens: list[int]) -> LastQueries:
-    """Some tokens of a prompt that `batch_of` made, each a span."""
-    count, positions = len(tokens), torch.tensor(tokens, dtype=torch.int32)
-    spans = replace(
+    """Some tokens of a step, each a span."""
+    count, at = len(tokens), torch.tensor(tokens, dtype=torch.int32)
+    spans = torch.bucketize(at, batch.q_indptr, right=True) - 1
+    positions = batch.positions[at.long()]
+    found = replace(
         batch,
-        rows=torch.zeros(count, dtype=torch.int32),
+        rows=batch.rows[spans],
         kv_lens=positions + 1,
         q_indptr=torch.arange(count + 1, dtype=torch.int32),
         positions=positions,
         write_slots=positions,
         num_decode=count,
-        max_kv_len=max(tokens, default=-1) + 1,
-        rows_host=[0] * count,
-        kv_lens_host=[at + 1 for at in tokens],
+        max_kv_len=max((positions + 1).tolist(), default=0),
+        rows_host=batch.rows[spans].tolist(),
+        kv_lens_host=(positions + 1).tolist(),
         q_lens_host=[1] * count,
     )
-    return LastQueries(positions, spans)
+    return LastQueries(at, found)
 
 
 @pytest.mark.parametrize("tokens", [[], [4], [1, 4], [0, 1, 2, 3, 4]])
@@ -202,7 +206,7 @@ class Spy:
 
 
 def test_steps_that_one_graph_does_not_hold_run_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too many tokens, or not prompts alone: the backend plans the step."""
+    """Too many tokens, or more decodes than a graph has rows for: the backend plans the step."""
     monkeypatch.setattr("worker.execution.prompt_graphs.SMALLEST", 8)
     monkeypatch.setattr("worker.execution.prompt_graphs.WHOLE_TOKENS", 8)
     backend = PlainAttention(is_static=True)
@@ -211,7 +215,7 @@ def test_steps_that_one_graph_does_not_hold_run_in_pieces(monkeypatch: pytest.Mo
     graphs = PromptGraphs(
         MODEL, given, layers(), table, max_tokens=12, dummy_slot=SLOTS, scale=0.3, capture=False
     )
-    for num_tokens, num_decode, expected in ((8, 0, (0, 1)), (8, 1, (1, 2)), (9, 0, (2, 2))):
+    for num_tokens, num_decode, expected in ((8, 0, (0, 1)), (8, 1, (1, 1)), (9, 0, (2, 1))):
         batch = batch_of(torch.arange(num_tokens, dtype=torch.int32), num_decode)
         graphs.run(MODEL.embedding[torch.ones(num_tokens, dtype=torch.int64)], batch)
         assert (backend.num_plans, backend.num_prepared) == expected
@@ -267,12 +271,65 @@ def test_static_attention_follows_each_step_and_leaves_padding_alone() -> None:
         assert (out[count:] == 7.0).all()
 
 
+def test_static_attention_leaves_the_rows_of_decodes_to_others() -> None:
+    """Prompts beside decodes: the bits that they have alone, and nothing where the decodes' go."""
+    draw = torch.Generator().manual_seed(4)
+    table = torch.randperm(ROWS * WIDTH, generator=draw).view(ROWS, WIDTH).int()
+    shape = (ROWS * WIDTH, KV_HEADS, DIM)
+    kv = KvLayer(torch.randn(shape, generator=draw), torch.randn(shape, generator=draw))
+    static = TritonBackend(HEADS, KV_HEADS, DIM, WIDTH).static_prefill(table, 128)
+    q = torch.randn(128, HEADS, DIM, generator=draw)
+    out, alone = torch.full_like(q, 7.0), torch.full_like(q, 7.0)
+    chunks = [(0, 70), (40, 5)]
+    assert static.prepare(replace(prompts([(30, 1), (9, 1), *chunks], table), num_decode=2), 128)
+    static.attend(kv, q, out, scale=0.25)
+    assert static.prepare(replace(prompts(chunks, table), rows_host=[2, 3]), 128)
+    static.attend(kv, q.roll(-2, 0), alone, scale=0.25)
+    assert torch.equal(out[2:77], alone[:75])
+    assert (out[:2] == 7.0).all()
+    assert (out[77:] == 7.0).all()
+
+
+def test_prompts_beside_decodes_run_in_one_graph_as_they_do_in_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """M-24: other decodes and fewer through the same buffers; scored, or with more of them, in pieces."""
+    monkeypatch.setattr("worker.execution.prompt_graphs.SMALLEST", 8)
+    monkeypatch.setattr("worker.execution.prompt_graphs.DECODES", 3)
+    table = torch.randperm(ROWS * 32).view(ROWS, 32).int()
+    table[-1] = ROWS * 32  # the dummy row
+    heads, dim = (CONFIG.num_heads, CONFIG.num_kv_heads), CONFIG.head_dim
+    pool = torch.randn(CONFIG.num_layers, 2, ROWS * 32 + 1, heads[1], dim)
+    pools = [[KvLayer(*layer.clone()) for layer in pool] for _ in range(2)]
+    made: list[PromptGraphs] = []
+    for whole_tokens, layers_of in zip((8, 0), pools, strict=True):
+        monkeypatch.setattr("worker.execution.prompt_graphs.WHOLE_TOKENS", whole_tokens)
+        backend = TritonBackend(*heads, dim, 32)
+        sizes = {"max_tokens": 8, "dummy_slot": ROWS * 32, "scale": dim**-0.5, "capture": False}
+        made.append(PromptGraphs(MODEL, backend, layers_of, table, **sizes))
+    for decodes, chunks in ([(9, 1), (4, 1)], [(0, 3), (6, 2)]), ([(5, 1)], [(3, 2)]):
+        batch = replace(prompts(decodes + chunks, table), num_decode=len(decodes))
+        token_rows = torch.arange(len(batch.rows_host)).repeat_interleave(torch.tensor(batch.q_lens_host))
+        batch = replace(batch, write_slots=table[token_rows, batch.positions.long()])
+        assert [way._prepare_whole(batch, 8, is_scored=False) for way in made] == [True, False]
+        assert not made[0]._prepare_whole(batch, 8, is_scored=True)
+        inputs = MODEL.embedding[torch.randint(0, CONFIG.vocab_size, (len(batch.positions),))]
+        last = last_of(batch, list(range(len(decodes))))
+        found, expected = (way.run(inputs.clone(), batch, last) for way in made)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        for left, right in zip(*pools, strict=True):
+            torch.testing.assert_close(left.k[:-1], right.k[:-1], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(left.v[:-1], right.v[:-1], rtol=1e-4, atol=1e-4)
+    many = replace(prompts([(3, 1)] * 4 + [(0, 2)], table), num_decode=4)
+    assert not made[0]._prepare_whole(many, 8, is_scored=False)
+
+
 def test_static_attention_refuses_what_it_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decodes, more spans than it has, and tiles whose keys the eager kernel would split."""
+    """No prompt, more spans than it has, and tiles whose keys the eager kernel would split."""
     table = torch.zeros(20, WIDTH, dtype=torch.int32)
     static = TritonBackend(HEADS, KV_HEADS, DIM, WIDTH).static_prefill(table, 128)
     assert static.prepare(prompts([(0, 9)] * 8, table), 128)
     assert not static.prepare(prompts([(0, 9)] * 9, table), 128)
-    assert not static.prepare(replace(prompts([(5, 1), (0, 9)], table), num_decode=1), 128)
+    assert not static.prepare(replace(prompts([(5, 1), (9, 1)], table), num_decode=2), 128)
     monkeypatch.setattr("kernels.static_prefill.num_parts", lambda *shape: 2)
     assert not static.prepare(prompts([(0, 9)], table), 128)

@@ -1,10 +1,10 @@
-"""Steps with prompts as CUDA graphs: short ones of prompts alone whole, others in pieces between attentions.
+"""Steps with prompts as CUDA graphs: short ones whole, others in pieces between attentions.
 
 An eager step costs the host hundreds of launches, more time than a small model's device needs for thousands
 of tokens. Attention alone depends on how a step's tokens belong to sequences; the rest depends on their
 number, which is padded to a grid. Where the backend can read spans and tiles from memory that stays where it
-is, and the device would wait for the host, one graph holds the attention, too. Padding writes the dummy page
-and is read by nobody.
+is, and the device would wait for the host, one graph holds the attention, too; of some decodes beside the
+prompts as well, in a graph of its own. Padding writes the dummy page and is read by nobody.
 
 Of most prompt tokens only K and V are ever read. So graphs end where the last layer has stored them, and what
 follows runs for the tokens that are sampled: eagerly, since their number is any. A piece of its own holds the
@@ -31,16 +31,23 @@ WHOLE_TOKENS = 1024
 """Steps of up to so many are one graph: with more the device takes longer than the host for the pieces."""
 
 
+DECODES = 64
+"""Of a whole step at most: their attention goes through so many rows, most of them the dummy row."""
+
+
 def token_sizes(max_tokens: int) -> list[int]:
-    """Numbers of tokens worth graphs: four to each doubling, and the largest step's; ascending."""
-    sizes = list(_quarters(max_tokens))
+    """Numbers of tokens worth graphs: four to each doubling, eight where the device is what takes long, and
+    the largest step's; ascending.
+    """
+    sizes = list(_parts_of_doublings(max_tokens))
     return sorted({*sizes, max_tokens}) if max_tokens >= SMALLEST else []
 
 
-def _quarters(max_tokens: int) -> Iterator[int]:
+def _parts_of_doublings(max_tokens: int) -> Iterator[int]:
     octave = SMALLEST
     while octave <= max_tokens:
-        yield from (size for size in range(octave, 2 * octave, octave // 4) if size <= max_tokens)
+        parts = 8 if octave >= WHOLE_TOKENS else 4
+        yield from (size for size in range(octave, 2 * octave, octave // parts) if size <= max_tokens)
         octave *= 2
 
 
@@ -75,13 +82,18 @@ class PromptGraphs:
         self._attended = torch.zeros_like(self._q)
         self.whole_sizes = [size for size in self.sizes if size <= WHOLE_TOKENS]
         self.static = backend.static_prefill(page_table, max(self.whole_sizes)) if self.whole_sizes else None
-        # Attention of the last layer in a whole step: of what is sampled.
+        self._decodes = min(DECODES, SMALLEST, page_table.shape[0] - 1)
+        # Attention in a whole step: of the decodes; of what is sampled, in the last layer.
+        self._beside = backend.static_decode(page_table, self._decodes) if self.static is not None else None
         self._decode = backend.static_decode(page_table, MAX_SPANS) if self.static is not None else None
+        # Rows and kv_lens of the decodes, padded with the dummy row.
+        self._decode_spans = torch.ones(2, self._decodes, dtype=torch.int32, device=device)
+        self._decode_spans[0] = page_table.shape[0] - 1
         # Of a whole step: tokens whose hidden states are not finite.
         self.is_broken = torch.zeros(max(self.whole_sizes, default=0), dtype=torch.int32, device=device)
         self._page_table = page_table
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}  # by size, in pieces
-        self._whole: dict[int, torch.cuda.CUDAGraph] = {}
+        self._whole: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by size, and with decodes or without
         self._captures = capture and device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         # One for all captures: the library keeps a workspace for every stream that it has seen.
@@ -98,9 +110,9 @@ class PromptGraphs:
         if size is None:
             return self._run_eagerly(hidden, batch, last)
         self._take(hidden, batch, size)
-        is_whole = size in self.whole_sizes and self.static is not None and self.static.prepare(batch, size)
+        is_whole = self._prepare_whole(batch, size, is_scored=last is None)
         if is_whole:
-            self._run_whole(size)
+            self._run_whole(size, with_decodes=batch.num_decode > 0)
         else:
             self._run_pieces(batch, size, num_tokens)
         if last is not None:
@@ -133,7 +145,7 @@ class PromptGraphs:
             residual,
             dummy_slot=self._dummy_slot,
         )
-        self._run_whole(size)
+        self._run_whole(size, with_decodes=False)
 
     def prepare_finish(self, kv_lens: Sequence[int]) -> None:
         """The host's part of `finish_read`, before each replay of it, and before its capture."""
@@ -157,19 +169,48 @@ class PromptGraphs:
         for size in reversed(self.sizes) if self._captures else []:
             self._capture(size)
 
-    def _run_whole(self, size: int) -> None:
-        if size in self._whole:
-            self._whole[size].replay()
-        else:
-            self._whole_body(size)
+    def _prepare_whole(self, batch: PagedBatch, size: int, *, is_scored: bool) -> bool:
+        """The host's part of a whole step; False where it is for pieces: a scored one beside decodes, too."""
+        count, static = batch.num_decode, self.static
+        if static is None or size not in self.whole_sizes or count > (0 if is_scored else self._decodes):
+            return False
+        if not static.prepare(batch, size):
+            return False
+        if count:
+            self._prepare_decodes(batch.rows_host[:count], batch.kv_lens_host[:count])
+        return True
 
-    def _whole_body(self, size: int) -> None:
-        static = self.static
+    def _prepare_decodes(self, rows: Sequence[int], kv_lens: Sequence[int]) -> None:
+        assert self._beside is not None, "the backend has no static prefill"
+        dummy_row, count = self._page_table.shape[0] - 1, len(rows)
+        spans = torch.tensor([[*rows], [*kv_lens]], dtype=torch.int32).reshape(2, count)
+        padded = torch.ones(2, self._decodes, dtype=torch.int32, pin_memory=self._decode_spans.is_cuda)
+        padded[:, :count], padded[0, count:] = spans, dummy_row
+        self._decode_spans.copy_(padded, non_blocking=True)
+        self._beside.prepare(self._decodes, kv_lens)
+
+    def _run_whole(self, size: int, *, with_decodes: bool) -> None:
+        graph = self._whole.get((size, with_decodes))
+        if graph is not None:
+            graph.replay()
+        else:
+            self._whole_body(size, with_decodes)
+
+    def _whole_body(self, size: int, with_decodes: bool) -> None:
+        static, beside, decodes = self.static, self._beside, slice(self._decodes)
         assert static is not None, "the backend has no static prefill"
+        assert beside is not None, "made with it"
+        if with_decodes:
+            beside.begin(*self._decode_spans)
         pieces = self.pieces(size)
         for layer_kv in self._layers[:-1]:
             next(pieces)
-            static.attend(layer_kv, self._q[:size], self._attended[:size], scale=self._scale)
+            q, attended = self._q[:size], self._attended[:size]
+            if (
+                with_decodes
+            ):  # before the prompts: its padding leaves something in the rows of their first tokens
+                beside.attend(layer_kv, q[decodes], scale=self._scale, out=attended[decodes])
+            static.attend(layer_kv, q, attended, scale=self._scale)
         next(pieces)
         mark_broken(self.hidden[:size], self.is_broken)
 
@@ -282,7 +323,9 @@ class PromptGraphs:
             graphs = [self._recorded(lambda: next(pieces)) for _ in self._layers]
             self._graphs[size] = [*graphs, self._recorded(partial(self._last_piece, size))]
             if self.static is not None and size in self.whole_sizes:
-                self._whole[size] = self._recorded(lambda: self._whole_body(size))
+                for with_decodes in (False, True):
+                    record = partial(self._whole_body, size, with_decodes)
+                    self._whole[size, with_decodes] = self._recorded(record)
         torch.cuda.current_stream().wait_stream(stream)
 
     def _recorded(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
