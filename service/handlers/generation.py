@@ -170,6 +170,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         reason = AbortReason.SERVICE_ERROR
         is_cancelled = False
         try:
+            if self._has_cores and len(self._backstage.live) < rehearsal.FEW_CALLS:
+                self._backstage.pool.knock()  # its threads wake up while this request is checked
             request, facts = self._opening.check(spec, faults, call)
             live = self._backstage.live.enter(
                 request.request_id, request.tenant, call.principal, request.labels

@@ -88,6 +88,21 @@ def test_a_rehearsal_passes_as_a_request_would_and_nobody_hears_of_it(
     assert "rehears" not in caplog.text
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_request_knocks_at_the_worker_before_it_comes_where_there_is_but_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Any, num_workers: int
+) -> None:
+    monkeypatch.setattr(rehearsal, "has_cores", lambda: True)
+    script = WorkerScript(step_ms=0)
+    with running_service(tmp_path, num_workers=num_workers, script=script) as running:
+        wait_until(lambda: len(running.service.backstage.pool.usable) == num_workers)
+        with grpc.insecure_channel(running.address) as channel:
+            for _ in range(2):
+                assert generate(channel).choices[0].text == "abc"
+        assert sum(len(worker.adds) for worker in running.workers) == 2
+        assert sum(worker.knocks for worker in running.workers) == (2 if num_workers == 1 else 0)
+
+
 # Guard
 
 

@@ -227,6 +227,8 @@ class EngineLink:
                     self._send(peer, reply=codec.failure_reply(failure))
             case "goodbye":
                 self._end_session(peer, "goodbye")
+            case None:  # a knock: a request is about to come
+                self._commands.wake()
 
     def _hello(self, identity: bytes, hello: worker_pb2.Hello) -> None:
         try:
