@@ -29,10 +29,8 @@ from worker.model.fused import FusedModel, LastRows
 SMALLEST = 64  # tokens
 WHOLE_TOKENS = 1024
 """Steps of up to so many are one graph: with more the device takes longer than the host for the pieces."""
-
-
 DECODES = 64
-"""Of a whole step at most: their attention goes through so many rows, most of them the dummy row."""
+"""Beside the prompts of a whole step at most: attention of fewer is padded to so many rows."""
 
 
 def token_sizes(max_tokens: int) -> list[int]:
@@ -82,12 +80,14 @@ class PromptGraphs:
         self._attended = torch.zeros_like(self._q)
         self.whole_sizes = [size for size in self.sizes if size <= WHOLE_TOKENS]
         self.static = backend.static_prefill(page_table, max(self.whole_sizes)) if self.whole_sizes else None
-        self._decodes = min(DECODES, SMALLEST, page_table.shape[0] - 1)
-        # Attention in a whole step: of the decodes; of what is sampled, in the last layer.
-        self._beside = backend.static_decode(page_table, self._decodes) if self.static is not None else None
-        self._decode = backend.static_decode(page_table, MAX_SPANS) if self.static is not None else None
+        self._most_decodes = min(DECODES, SMALLEST, page_table.shape[0] - 1)
+        # Attention in a whole step: of its decodes; of what is sampled, in the last layer.
+        self._of_decodes = (
+            backend.static_decode(page_table, self._most_decodes) if self.static is not None else None
+        )
+        self._of_sampled = backend.static_decode(page_table, MAX_SPANS) if self.static is not None else None
         # Rows and kv_lens of the decodes, padded with the dummy row.
-        self._decode_spans = torch.ones(2, self._decodes, dtype=torch.int32, device=device)
+        self._decode_spans = torch.ones(2, self._most_decodes, dtype=torch.int32, device=device)
         self._decode_spans[0] = page_table.shape[0] - 1
         # Of a whole step: tokens whose hidden states are not finite.
         self.is_broken = torch.zeros(max(self.whole_sizes, default=0), dtype=torch.int32, device=device)
@@ -149,8 +149,8 @@ class PromptGraphs:
 
     def prepare_finish(self, kv_lens: Sequence[int]) -> None:
         """The host's part of `finish_read`, before each replay of it, and before its capture."""
-        assert self._decode is not None, "the backend has no static prefill"
-        self._decode.prepare(len(kv_lens), kv_lens)
+        assert self._of_sampled is not None, "the backend has no static prefill"
+        self._of_sampled.prepare(len(kv_lens), kv_lens)
 
     def finish_read(self, tokens: Tensor, rows: Tensor, kv_lens: Tensor) -> Tensor:
         """Hidden states of some tokens behind `run_read`, before the last norm: [n, hidden].
@@ -158,7 +158,7 @@ class PromptGraphs:
         int32 [n], 0 < n <= MAX_SPANS, always the same memory: index of each token in the step, its row, and
         its position + 1.
         """
-        decode = self._decode
+        decode = self._of_sampled
         assert decode is not None, "the backend has no static prefill"
         decode.begin(rows, kv_lens)
         last = LastRows(tokens, partial(decode.attend, scale=self._scale))
@@ -172,7 +172,7 @@ class PromptGraphs:
     def _prepare_whole(self, batch: PagedBatch, size: int, *, is_scored: bool) -> bool:
         """The host's part of a whole step; False where it is for pieces: a scored one beside decodes, too."""
         count, static = batch.num_decode, self.static
-        if static is None or size not in self.whole_sizes or count > (0 if is_scored else self._decodes):
+        if static is None or size not in self.whole_sizes or count > (0 if is_scored else self._most_decodes):
             return False
         if not static.prepare(batch, size):
             return False
@@ -181,13 +181,12 @@ class PromptGraphs:
         return True
 
     def _prepare_decodes(self, rows: Sequence[int], kv_lens: Sequence[int]) -> None:
-        assert self._beside is not None, "the backend has no static prefill"
-        dummy_row, count = self._page_table.shape[0] - 1, len(rows)
-        spans = torch.tensor([[*rows], [*kv_lens]], dtype=torch.int32).reshape(2, count)
-        padded = torch.ones(2, self._decodes, dtype=torch.int32, pin_memory=self._decode_spans.is_cuda)
-        padded[:, :count], padded[0, count:] = spans, dummy_row
-        self._decode_spans.copy_(padded, non_blocking=True)
-        self._beside.prepare(self._decodes, kv_lens)
+        assert self._of_decodes is not None, "the backend has no static prefill"
+        host = torch.ones(self._decode_spans.shape, dtype=torch.int32, pin_memory=self._decode_spans.is_cuda)
+        host[0] = self._page_table.shape[0] - 1
+        host[:, : len(rows)] = torch.tensor([rows, kv_lens], dtype=torch.int32)
+        self._decode_spans.copy_(host, non_blocking=True)
+        self._of_decodes.prepare(self._most_decodes, kv_lens)
 
     def _run_whole(self, size: int, *, with_decodes: bool) -> None:
         graph = self._whole.get((size, with_decodes))
@@ -197,7 +196,7 @@ class PromptGraphs:
             self._whole_body(size, with_decodes)
 
     def _whole_body(self, size: int, with_decodes: bool) -> None:
-        static, beside, decodes = self.static, self._beside, slice(self._decodes)
+        static, beside, decodes = self.static, self._of_decodes, slice(self._most_decodes)
         assert static is not None, "the backend has no static prefill"
         assert beside is not None, "made with it"
         if with_decodes:
@@ -206,9 +205,8 @@ class PromptGraphs:
         for layer_kv in self._layers[:-1]:
             next(pieces)
             q, attended = self._q[:size], self._attended[:size]
-            if (
-                with_decodes
-            ):  # before the prompts: its padding leaves something in the rows of their first tokens
+            if with_decodes:
+                # Before the prompts: its padding leaves something in the rows of their first tokens.
                 beside.attend(layer_kv, q[decodes], scale=self._scale, out=attended[decodes])
             static.attend(layer_kv, q, attended, scale=self._scale)
         next(pieces)
