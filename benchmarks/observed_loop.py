@@ -107,7 +107,7 @@ class Loop:
         )
         self._look_seconds = 0.0
         self._look = self.engine._watch.look
-        self.engine._watch.look = self._timed_look if observed else _no_look  # type: ignore[method-assign]
+        self.engine._watch.look = self._timed_look if observed else self._no_look  # type: ignore[method-assign]
         self.num_tokens = 0
         self._is_over = False
         if self._readers is not None:
@@ -153,6 +153,10 @@ class Loop:
         self._look(now)
         self._look_seconds += time.thread_time() - began
 
+    def _no_look(self, now: float) -> None:
+        """All of it off: an engine that has nothing to run sleeps, since there is nothing to be told."""
+        self.engine._watch.has_news = False
+
     def _wake(self) -> None:
         if self._readers is not None:
             self._readers.wake()
@@ -174,7 +178,3 @@ class Loop:
                 self._readers.scrape()
             if not len(self.outputs):
                 time.sleep(0.0005)
-
-
-def _no_look(now: float) -> None:
-    """All of it off."""

@@ -3,17 +3,23 @@
 import gc
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks import observation
+from benchmarks.fixed_device import FixedDevice
 from benchmarks.launch_marks import StepTimes
 from benchmarks.observation_parts import table_rows
 from benchmarks.observed_load import in_turns
-from benchmarks.observed_loop import Run
+from benchmarks.observed_loop import Loop, Run
 from worker.__main__ import SWITCH_SECONDS
+from worker.messages import EngineCommand
+from worker.pages.page_cache import CacheConfig
 from worker.row_desk import BOOK_ROWS, DEVICE_ROWS
+from worker.scheduling.scheduler import Scheduler
+from worker.scheduling.settings import SchedulerConfig
 
 
 def test_a_workload_runs_on_and_off_in_turns_and_is_written(
@@ -64,6 +70,25 @@ def test_runs_have_the_interpreter_of_a_worker_and_leave_it_as_it_was() -> None:
         in_turns(run, rounds=2)
     assert seen == [(pytest.approx(SWITCH_SECONDS), True)] * 3
     assert (sys.getswitchinterval(), gc.get_freeze_count()) == (before, 0)
+
+
+def test_with_observation_off_an_engine_with_nothing_to_run_sleeps(tmp_path: Path) -> None:
+    config = SchedulerConfig(CacheConfig(100, 16), max_running=2, max_step_tokens=64, max_context_tokens=128)
+    device = FixedDevice(0.001, 2, context=128, page_size=16)
+    loop = Loop(Scheduler(config), device, tmp_path, observed=False, overlap=True)
+    limits: list[float] = []
+    wait = loop.commands.wait
+
+    def noted(limit: float | None) -> EngineCommand | None:
+        limits.append(limit or 0.0)
+        return wait(limit)
+
+    loop.commands.wait = noted  # type: ignore[method-assign]
+    with loop.running():
+        until = time.monotonic() + 30
+        while len(limits) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+    assert min(limits[1:3]) > 0.01, "it looked on and on, and kept the interpreter from others"
 
 
 def test_rows_of_the_page_table_take_many_short_turns() -> None:
