@@ -74,7 +74,15 @@ def compile_one(
     options: dict[str, Any],
 ) -> None:
     """Puts a kernel into Triton's cache, and its launcher, which Triton 3.6 builds for each signature."""
-    source = ASTSource(getattr(import_module(module), name), signature, constants, attributes)
+    function = getattr(import_module(module), name)
+    source = _source_type(function)(function, signature, constants, attributes)
     kernel = compile_kernel(source, **options)
     if hasattr(driver, "make_launcher"):
         driver.CudaLauncher(kernel.src, kernel.metadata)
+
+
+def _source_type(function: Any) -> Any:
+    """Gluon, Triton's lower level, has its own, which takes the same arguments."""
+    if not function.is_gluon():
+        return ASTSource
+    return import_module("triton.experimental.gluon._runtime").GluonASTSource

@@ -25,6 +25,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch, prefetch, wait_in_loop
+from kernels.ring_launch import RingLaunch, ring_launch
 
 MAX_ROWS = 128
 MAX_TILES = 4096  # that can be split
@@ -47,6 +48,9 @@ class FewRowsLaunch:
     ahead: int = 0  # else: turns of the weight into the L2 cache before the wait
 
 
+Launch = FewRowsLaunch | RingLaunch
+
+
 @dataclass(frozen=True, slots=True)
 class Scaled:
     """The input of a norm times the norm's gain; what is missing is one factor a row."""
@@ -62,7 +66,7 @@ def product(
     eps: float = 1e-6,
     bias: Tensor | None = None,
     gated: bool = False,
-    launch: FewRowsLaunch | None = None,
+    launch: Launch | None = None,
 ) -> Tensor:
     """x @ weight.T, normed first where x is `Scaled`.
 
@@ -71,6 +75,7 @@ def product(
     """
     values = x.values if isinstance(x, Scaled) else x
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    launch = launch or ring_launch(values, weight, gated=gated)
     launch = launch or choose_launch(values.shape[0], num_outputs, values.shape[1], gated)
     out = torch.empty(values.shape[0], num_outputs, dtype=values.dtype, device=values.device)
     squares = x.squares if isinstance(x, Scaled) else None
@@ -85,7 +90,7 @@ def add_product(
     gain: Tensor,
     *,
     bias: Tensor | None = None,
-    launch: FewRowsLaunch | None = None,
+    launch: Launch | None = None,
 ) -> Scaled:
     """Adds x @ weight.T to `residual` in place, and prepares its norm with `gain`.
 
@@ -95,6 +100,7 @@ def add_product(
     num_outputs = weight.shape[0]
     assert residual.shape == (num_rows, num_outputs), f"residual {tuple(residual.shape)}"
     assert residual.is_contiguous(), "residual must be contiguous"
+    launch = launch or ring_launch(x, weight, adds=True)
     launch = launch or choose_launch(num_rows, num_outputs, width, False)
     tiles = triton.cdiv(num_outputs, launch.outputs)
     out = Scaled(
@@ -165,7 +171,7 @@ def _launch(
     x: Tensor,
     weight: Tensor,
     out: Tensor,
-    launch: FewRowsLaunch,
+    launch: Launch,
     num_outputs: int,
     *,
     eps: float = 0.0,
@@ -189,31 +195,32 @@ def _launch(
         partial = torch.empty(room, dtype=torch.float32, device=x.device)
         arrived = _arrivals(x.device)
     residual, gain, squares_out = add or (x, x, x)
+    tensors = out, residual, gain, bias if bias is not None else x, squares if squares is not None else x
+    arguments = *tensors, squares_out, partial, arrived
+    numbers = num_rows, num_outputs, squares.shape[0] if squares is not None else 0, eps
+    constants: dict[str, int | bool] = {
+        "WIDTH": width,
+        "ROWS": padded,
+        "SPLITS": splits,
+        "SQUARES": triton.next_power_of_2(squares.shape[0]) if squares is not None else 0,
+        "SQUARES_STRIDE": MAX_ROWS,
+        "HAS_RESIDUAL": add is not None,
+        "HAS_BIAS": bias is not None,
+        "GATED": gated,
+    }
+    if isinstance(launch, RingLaunch):
+        from kernels.ring_product import launch_ring  # what it is written in is not everywhere
+
+        launch_ring(x, weight, arguments, numbers, constants, launch, (tiles, splits))
+        return
     _few_rows_kernel[(tiles, splits)](
         x,
         weight,
-        out,
-        residual,
-        gain,
-        bias if bias is not None else x,
-        squares if squares is not None else x,
-        squares_out,
-        partial,
-        arrived,
-        num_rows,
-        num_outputs,
-        squares.shape[0] if squares is not None else 0,
-        eps,
-        WIDTH=width,
-        ROWS=padded,
+        *arguments,
+        *numbers,
+        **constants,
         OUTPUTS=launch.outputs,
         BLOCK=launch.block,
-        SPLITS=splits,
-        SQUARES=triton.next_power_of_2(squares.shape[0]) if squares is not None else 0,
-        SQUARES_STRIDE=MAX_ROWS,
-        HAS_RESIDUAL=add is not None,
-        HAS_BIAS=bias is not None,
-        GATED=gated,
         EARLY=launch.is_early,
         AHEAD=launch.ahead * launch.block if width * weight.element_size() % 16 == 0 else 0,
         THREADS=32 * launch.warps,

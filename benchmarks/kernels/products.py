@@ -19,17 +19,18 @@ from torch import Tensor
 from torch.nn.functional import linear
 from triton.testing import do_bench
 
-from kernels import few_rows, matvec
+from kernels import few_rows, matvec, ring_launch
 from kernels.dependent_launch import dependent_launches
 from kernels.few_rows import FewRowsLaunch, Scaled, add_product, product
 from kernels.matvec import MatvecLaunch
+from kernels.ring_launch import RingLaunch
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.silu_mul import silu_mul
 
 COLD_BYTES = 400 << 20  # of weights in one graph: many times what the caches hold
 SHARED_BYTES = 220 << 10  # of one program's pipeline
 BANDWIDTH = 4.3e12  # bytes/s, a copy on an H200
-Launch = MatvecLaunch | FewRowsLaunch
+Launch = MatvecLaunch | FewRowsLaunch | RingLaunch
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Case:
             return matvec.matvec(
                 self.x, weight, norm=norm, residual=residual, gated=layer.is_gated, launch=launch
             )
-        assert launch is None or isinstance(launch, FewRowsLaunch)
+        assert launch is None or isinstance(launch, FewRowsLaunch | RingLaunch)
         if layer.has_residual:
             add_product(self.x, weight, self.residual, self.gain, launch=launch)
             return self.residual
@@ -220,8 +221,14 @@ def launches(layer: Product, num_rows: int, tune: bool) -> list[Launch]:
     if num_rows == 1:
         chosen: Launch = matvec.choose_launch(outputs, layer.width, layer.is_gated)
         return list(_one_row(layer)) if tune else [chosen]
-    chosen = few_rows.choose_launch(num_rows, outputs, layer.width, layer.is_gated)
-    return list(_few_rows(layer, num_rows)) if tune else [chosen]
+    if tune:
+        return list(_few_rows(layer, num_rows))
+    found: list[Launch] = [few_rows.choose_launch(num_rows, outputs, layer.width, layer.is_gated)]
+    if ring_launch.LEAST_ROWS <= num_rows <= ring_launch.MOST_ROWS:
+        kinds = {"gated": layer.is_gated, "adds": layer.has_residual}
+        ring = ring_launch.choose_launch(layer.outputs, layer.width, **kinds)
+        found += [ring] if ring is not None else []
+    return found
 
 
 def _one_row(layer: Product) -> Iterator[MatvecLaunch]:

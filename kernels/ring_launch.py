@@ -1,0 +1,74 @@
+"""Which products of a decode step kernels.ring_product takes, and in which shape. Imports no kernel."""
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+LEAST_ROWS, MOST_ROWS = 33, 64
+"""Where it is ahead; with fewer rows a product in kernels.few_rows is as fast, with more the library's is."""
+
+MULTIPROCESSORS = 132  # of the device that shapes were measured on
+HEAD_OUTPUTS = 65_536
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RingLaunch:
+    """Launch shape; timings of the choices in docs/kernels.md."""
+
+    outputs: int = 128  # a program, 64 or more for every four warps; gated: of each half
+    block: int = 64  # elements of the width a turn
+    splits: int = 1  # programs that share the width of one tile
+    warps: int = 8  # that multiply
+    stages: int = 4  # turns in the ring
+    programs: int = 1  # a multiprocessor, for which registers are shared out
+
+
+def ring_launch(x: Tensor, weight: Tensor, *, gated: bool = False, adds: bool = False) -> RingLaunch | None:
+    """The shape for x [num_rows, width] @ weight.T where the kernel is there and was the fastest, or None."""
+    if not LEAST_ROWS <= x.shape[0] <= MOST_ROWS or not is_there(x.device):
+        return None
+    if not (is_read(x) and is_read(weight)):
+        return None
+    return choose_launch(weight.shape[0], weight.shape[1], gated=gated, adds=adds)
+
+
+def choose_launch(weight_rows: int, width: int, *, gated: bool, adds: bool) -> RingLaunch | None:
+    """For products near those measured: one wave of programs with few multiprocessors idle, or a head."""
+
+    def is_a_wave(programs: float) -> bool:
+        return 0.7 * MULTIPROCESSORS <= programs <= MULTIPROCESSORS
+
+    if width < 2048:
+        return None
+    if gated:
+        return RingLaunch(stages=5) if is_a_wave(weight_rows / 256) else None
+    if adds:
+        is_long = width >= 8192 and is_a_wave(weight_rows / 32)
+        return RingLaunch(outputs=64, splits=2, warps=4, stages=12) if is_long else None
+    if weight_rows >= HEAD_OUTPUTS:
+        return RingLaunch(stages=4, programs=2)
+    return RingLaunch(outputs=64, warps=4, stages=12) if is_a_wave(weight_rows / 64) else None
+
+
+def is_read(matrix: Tensor) -> bool:
+    """Whether the tensor copy engine can read it: rows of 2-byte elements at multiples of 16 bytes."""
+    return matrix.dtype == torch.bfloat16 and matrix.shape[1] % 8 == 0 and matrix.data_ptr() % 16 == 0
+
+
+@cache
+def is_there(device: torch.device) -> bool:
+    """Whether the device has the instructions, and this Triton the names, that the kernel is made of."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        import_module("kernels.ring_product")
+    except (ImportError, AttributeError) as error:
+        log.warning("event=ring_product_absent why=%r", error)
+        return False
+    return True

@@ -1,0 +1,120 @@
+"""The kernel of products of 33 to 64 rows: which it takes, and that it compiles for what it is written for.
+
+Its results are tested on a GPU (tests/gpu/test_ring_product_gpu.py): Gluon has no interpreter.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+
+from kernels import ring_launch
+from kernels.ring_launch import RingLaunch, choose_launch
+
+SHARED_BYTES = 227 << 10  # of a multiprocessor of an H200, for all its programs
+LLAMA_8B = {
+    "qkv": (6144, 4096, False, False),
+    "output": (4096, 4096, False, True),
+    "gate and up": (28_672, 4096, True, False),
+    "down": (4096, 14_336, False, True),
+    "head": (128_256, 4096, False, False),
+}
+
+
+def choice(outputs: int, width: int, gated: bool, adds: bool) -> RingLaunch | None:
+    return choose_launch(outputs, width, gated=gated, adds=adds)
+
+
+def test_of_a_large_layer_all_but_the_output_product_are_taken():
+    taken = {name for name, shape in LLAMA_8B.items() if choice(*shape) is not None}
+    assert taken == {"qkv", "gate and up", "down", "head"}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (4096, 1024, False, False),
+        (6144, 1024, True, False),
+        (1024, 3072, False, True),
+        (151_936, 1024, False, False),
+    ],
+    ids=["qkv", "gate and up", "down", "head"],
+)
+def test_of_a_small_layer_none_is_taken(shape):
+    assert choice(*shape) is None
+
+
+@pytest.mark.parametrize("shape", LLAMA_8B.values(), ids=LLAMA_8B)
+def test_a_ring_is_as_large_as_a_multiprocessor_has_room_for(shape):
+    """Each turn holds a tile of the weight, gates and ups where gated, and 64 rows of the input."""
+    launch = choice(*shape)
+    if launch is not None:
+        turn = 2 * launch.block * (launch.outputs * (2 if shape[2] else 1) + 64)
+        laid_out_anew = 4 << 10
+        assert launch.programs * (launch.stages * turn + laid_out_anew) <= SHARED_BYTES
+
+
+def test_it_is_taken_by_rows_and_by_what_the_copy_engine_reads(monkeypatch):
+    monkeypatch.setattr(ring_launch, "is_there", lambda device: True)
+
+    def is_taken(rows: int, width: int = 4096, dtype: torch.dtype = torch.bfloat16) -> bool:
+        x, weight = torch.empty(rows, width, dtype=dtype), torch.empty(6144, width, dtype=dtype)
+        return ring_launch.ring_launch(x, weight) is not None
+
+    assert [is_taken(rows) for rows in (2, 32, 33, 64, 65)] == [False, False, True, True, False]
+    assert not is_taken(64, dtype=torch.float32)
+    assert not is_taken(64, width=4100)  # rows of 8,200 bytes lie off 16
+    monkeypatch.undo()
+    assert not is_taken(64)  # a processor
+
+
+PROGRAM = """
+import torch
+from kernels.testing_driver import AbsentGpu
+gpu = AbsentGpu()
+from triton import knobs
+from kernels import compile_processes, dependent_launch, few_rows, ring_product
+from kernels.compile_ahead import compiling
+from kernels.ring_launch import RingLaunch
+
+def empty(*shape):
+    return torch.empty(*shape, dtype=torch.bfloat16)
+
+hits = []
+knobs.compilation.listener = lambda *, src, metadata, metadata_group, times, cache_hit: hits.append(cache_hit)
+compile_processes._begun.append(compile_processes.CompileProcesses(["kernels.ring_product"], 1))
+with compiling(torch.device("cpu")):
+    few_rows.product(empty(40, 256), empty(320, 256), launch=RingLaunch(outputs=64, warps=4))
+print(hits, gpu.loaded)
+
+dependent_launch._is_supported = lambda device: True
+with dependent_launch.dependent_launches():
+    few_rows.product(empty(40, 256), empty(320, 256), launch=RingLaunch(outputs=64, warps=4), bias=empty(320))
+assert gpu.launched == ["ring_kernel"], gpu.launched
+(kernels, *_), = ring_product.ring_kernel.device_caches.values()
+ptx = list(kernels.values())[-1].asm["ptx"]
+print(ptx.count("wgmma.mma_async"), ptx.count("cp.async.bulk.tensor"), ptx.count("griddepcontrol.wait"))
+"""
+
+
+def test_it_compiles_here_and_in_a_process(tmp_path: Path):
+    """With the instructions that it is for; what a process compiled is found in the cache."""
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": ":".join(sys.path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    compiled, instructions = done.stdout.splitlines()
+    products, copies, waits = map(int, instructions.split())
+    assert products > 0, "no product by warp groups"
+    assert copies > 0, "no copy by the copy engine"
+    assert waits > 0, "nobody waits for the kernel before"
+    assert compiled == "[True] ['ring_kernel']", done.stderr[-2000:]
