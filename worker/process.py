@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from kvatlas.models.resolve import resolve_model
 from kvatlas.models.text_vocabulary import read_text_vocabulary
+from kvatlas.rehearsal import has_cores
 from kvatlas.seam_keys import SeamKeyError
 from worker.channels import CommandQueue, Handover, OutputQueue
 from worker.config import ConfigError, WorkerConfig
@@ -53,7 +54,7 @@ from worker.readers.prefix_keys import PrefixKeys
 from worker.readers.recorder import Recorder
 from worker.readers.recording_frames import FrameMaker
 from worker.readers.recording_store import RecordingStore
-from worker.rehearsal import Rehearsal, has_cores
+from worker.rehearsal import Rehearsal
 from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.settings import SchedulerConfig

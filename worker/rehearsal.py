@@ -7,11 +7,11 @@ engine asks it only where it has nothing to do. Takes under 1 ms of this process
 the last step, and only where processors are plenty.
 """
 
-import os
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
 
+from kvatlas.rehearsal import EVERY_SECONDS, LASTING_SECONDS, PROMPT_TOKENS
 from worker.ids import SequenceId
 from worker.scheduling.request import RequestSpec
 from worker.scheduling.sampling import SamplingParams
@@ -19,17 +19,8 @@ from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.settings import SchedulerConfig
 from worker.scheduling.step import StepResult
 
-LASTING_SECONDS = 0.3  # after the last step
 FIRST_SECONDS = 0.0005  # after it: the next of requests one right after the other comes 2 ms later
-EVERY_SECONDS = 0.004
-ENOUGH_CORES = 4
-PROMPT_TOKENS = 512
 EVENTS = 4096  # of pages, that nobody reads; a power of two
-
-
-def has_cores() -> bool:
-    """Whether this process may use so many that a rehearsal takes nothing from anybody."""
-    return len(os.sched_getaffinity(0)) >= ENOUGH_CORES
 
 
 class Rehearsal:

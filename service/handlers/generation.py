@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvatlas.rehearsal import has_cores
 from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc
 from service import errors
@@ -49,7 +50,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._loop = asyncio.get_running_loop()
         play = partial(self._opening.rehearse, rehearsal.example())
         self._rehearsal = rehearsal.Rehearsal(self._loop, play, backstage.live.__len__)
-        self._has_cores = rehearsal.has_cores()
+        self._has_cores = has_cores()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         """The whole answer. Nothing is sent before it, so the client may retry throughout."""

@@ -8,22 +8,13 @@ after the last one has ended, and only where processors are plenty.
 """
 
 import asyncio
-import os
 from collections.abc import Callable
 
+from kvatlas.rehearsal import EVERY_SECONDS, LASTING_SECONDS, PROMPT_TOKENS
 from kvatlas.v1 import generation_pb2 as pb
 from service.errors import Failure
 
-LASTING_SECONDS = 0.3  # after the last request
-EVERY_SECONDS = 0.004
 FEW_CALLS = 8  # beside more of them the loop has better things to do
-ENOUGH_CORES = 4
-PROMPT_TOKENS = 512
-
-
-def has_cores() -> bool:
-    """Whether this process may use so many that a rehearsal takes nothing from anybody."""
-    return len(os.sched_getaffinity(0)) >= ENOUGH_CORES
 
 
 def example() -> pb.GenerationSpec:

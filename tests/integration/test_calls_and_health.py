@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc, server_pb2, server_pb2_grpc
 from service import health_messages as health
-from service.handlers import rehearsal
+from service.handlers import generation, rehearsal
 from service.handlers.opening import Opening
 from service.testing import Refusal, RunningService, loop_thread, running_service
 from service.testing_worker import WorkerScript
@@ -92,7 +92,7 @@ def test_a_rehearsal_passes_as_a_request_would_and_nobody_hears_of_it(
 def test_a_request_knocks_at_the_worker_before_it_comes_where_there_is_but_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Any, num_workers: int
 ) -> None:
-    monkeypatch.setattr(rehearsal, "has_cores", lambda: True)
+    monkeypatch.setattr(generation, "has_cores", lambda: True)
     script = WorkerScript(step_ms=0)
     with running_service(tmp_path, num_workers=num_workers, script=script) as running:
         wait_until(lambda: len(running.service.backstage.pool.usable) == num_workers)

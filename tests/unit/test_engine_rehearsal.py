@@ -2,8 +2,9 @@
 
 import pytest
 
+from kvatlas.rehearsal import EVERY_SECONDS, LASTING_SECONDS, PROMPT_TOKENS
 from worker.pages.page_cache import CacheConfig
-from worker.rehearsal import EVERY_SECONDS, FIRST_SECONDS, LASTING_SECONDS, PROMPT_TOKENS, Rehearsal
+from worker.rehearsal import FIRST_SECONDS, Rehearsal
 from worker.scheduling.settings import SchedulerConfig
 
 

@@ -5,6 +5,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before the imports below
 
 from array import array
+from typing import Any
 
 import pytest
 import torch
@@ -27,25 +28,25 @@ PAGES, PAGE_SIZE, RUNNING, CONTEXT = 40, 4, 10, 64
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> CudaRunner:
-    return runner_of(monkeypatch, CONTEXT)
+    return runner_of(monkeypatch)
 
 
-def runner_of(monkeypatch: pytest.MonkeyPatch, max_context: int) -> CudaRunner:
+def runner_of(monkeypatch: pytest.MonkeyPatch, *, num_pages: int = PAGES, largest: int = 16) -> CudaRunner:
     monkeypatch.setattr("worker.execution.prompt_graphs.SMALLEST", 8)
-    monkeypatch.setattr("worker.execution.prompt_graphs.WHOLE_TOKENS", 16)
+    monkeypatch.setattr("worker.execution.prompt_graphs.WHOLE_TOKENS", largest)
     config = RunnerConfig(
         max_running=RUNNING,
-        max_context=max_context,
-        num_pages=PAGES,
+        max_context=CONTEXT,
+        num_pages=num_pages,
         page_size=PAGE_SIZE,
         num_layers=CONFIG.num_layers,
         num_kv_heads=CONFIG.num_kv_heads,
         head_dim=CONFIG.head_dim,
         vocab_size=CONFIG.vocab_size,
         attention_scale=CONFIG.attention_scale,
-        max_step_tokens=20,
+        max_step_tokens=largest + 4,
     )
-    backend = TritonBackend(CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim, max_context)
+    backend = TritonBackend(CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CONTEXT)
     return CudaRunner(MODEL, backend, config, torch.device("cpu"))
 
 
@@ -92,14 +93,18 @@ def test_a_prompt_that_is_too_long_for_that_way_is_not_rehearsed(runner: CudaRun
     assert torch.equal(runner.page_table.slots, before)
 
 
-def test_where_contexts_are_shorter_so_is_what_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = runner_of(monkeypatch, 12)
+def test_where_the_tables_are_narrower_so_is_what_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is as wide as the pool has tokens: behind the dummy row's nothing is written."""
+    runner = runner_of(monkeypatch, num_pages=3, largest=64)
+    width = runner.page_table.slots.shape[1]
+    assert width < 64 <= CONTEXT
     lengths = []
     rehearse = runner.prompt_steps.rehearse
-    monkeypatch.setattr(
-        runner.prompt_steps,
-        "rehearse",
-        lambda step, starts: (lengths.append(step.num_tokens), rehearse(step, starts)),
-    )
-    runner.rehearse(16)
-    assert lengths == [12]
+
+    def note(step: Step, starts: Any) -> None:
+        lengths.append((step.num_tokens, max(step.new_page_indexes) * PAGE_SIZE + PAGE_SIZE))
+        rehearse(step, starts)
+
+    monkeypatch.setattr(runner.prompt_steps, "rehearse", note)
+    runner.rehearse(64)
+    assert lengths == [(width, width)]

@@ -2,10 +2,15 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
+import pytest
+
+from kvatlas import rehearsal
+from kvatlas.rehearsal import ENOUGH_CORES, EVERY_SECONDS, LASTING_SECONDS, has_cores
 from service import errors
-from service.handlers.rehearsal import EVERY_SECONDS, FEW_CALLS, LASTING_SECONDS, Rehearsal
+from service.handlers.rehearsal import FEW_CALLS, Rehearsal
 
 
 class _Loop:
@@ -91,3 +96,26 @@ def test_where_requests_are_refused_it_ends_and_the_next_call_begins_it_again() 
     stage.rehearsal.begin()
     stage.loop.run_until(2.0)
     assert stage.plays > 0
+
+
+@pytest.mark.parametrize(
+    ("affinity", "quota", "expected"),
+    [
+        (ENOUGH_CORES, None, True),
+        (ENOUGH_CORES - 1, None, False),
+        (64, "max 100000", True),
+        (64, "100000 100000", False),
+        (64, f"{ENOUGH_CORES}00000 100000", True),
+        (2, "6400000 100000", False),
+        (64, "no numbers", True),
+        (64, "1 0", True),
+    ],
+)
+def test_processors_are_those_of_the_affinity_and_of_the_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, affinity: int, quota: str | None, expected: bool
+) -> None:
+    monkeypatch.setattr(rehearsal.os, "sched_getaffinity", lambda pid: set(range(affinity)))
+    file = tmp_path / "cpu.max"
+    if quota is not None:
+        file.write_text(quota + "\n")
+    assert has_cores(file) is expected

@@ -10,6 +10,7 @@ from itertools import count
 
 import pytest
 
+from kvatlas.rehearsal import EVERY_SECONDS, LASTING_SECONDS
 from worker.channels import CommandQueue, Handover, OutputQueue
 from worker.description import ModelDescription, PoolDescription, WorkerDescription, WorkerState
 from worker.engine import EXIT_BUG, EXIT_OK, EXIT_OUT_OF_MEMORY, Engine, EngineSettings
@@ -31,7 +32,7 @@ from worker.messages import (
 from worker.pages.page_cache import CacheConfig
 from worker.readers.audit import AuditRound
 from worker.readers.observation import Observation
-from worker.rehearsal import EVERY_SECONDS, LASTING_SECONDS, Rehearsal
+from worker.rehearsal import Rehearsal
 from worker.scheduling.output import NO_TOKEN, FailureReason, FinishCode, SequenceEnd
 from worker.scheduling.request import AbortReason, AddStatus, RequestSpec
 from worker.scheduling.sampling import SamplingParams

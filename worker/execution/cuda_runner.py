@@ -225,7 +225,7 @@ class CudaRunner(TorchRunner):
         """
         config = self._config
         step = lone_prompt(
-            min(num_tokens, config.max_context),
+            min(num_tokens, self.page_table.slots.shape[1]),
             dummy_row=config.max_running,
             dummy_page=config.num_pages,
             page_size=config.page_size,

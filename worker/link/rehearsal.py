@@ -6,9 +6,9 @@ sleep. Owns the example; when it is read is the link's matter.
 
 from array import array
 
+from kvatlas.rehearsal import PROMPT_TOKENS
 from kvatlas.worker.v1 import worker_pb2
 from worker.link import codec
-from worker.rehearsal import PROMPT_TOKENS
 
 
 def example() -> bytes:

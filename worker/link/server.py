@@ -13,6 +13,7 @@ from collections.abc import Callable
 import zmq
 from google.protobuf.message import DecodeError
 
+from kvatlas.rehearsal import EVERY_SECONDS, LASTING_SECONDS
 from kvatlas.worker.v1 import worker_pb2
 from worker.channels import CommandQueue, OutputQueue
 from worker.description import WorkerState
@@ -40,7 +41,6 @@ from worker.messages import (
     StepOutputs,
     Ticket,
 )
-from worker.rehearsal import EVERY_SECONDS, LASTING_SECONDS
 from worker.scheduling.request import AbortReason, AddOutcome, AddStatus
 from worker.status import StatusBoard
 
