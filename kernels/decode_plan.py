@@ -27,6 +27,8 @@ RECORD = 8
 position of the span's last token; the rest is padding."""
 
 FEW_SPANS = 4
+EARLY_SPANS = 16
+"""From so many on, as up to FEW_SPANS, K and V are asked for before the qkv product is waited for."""
 ROOM = 48
 """Tokens that a tile could have read while it begins: a span takes so much more of a stretch."""
 SIZES = 8
@@ -42,14 +44,11 @@ class DecodeLaunch:
     stages: int
     programs_per_sm: int
     wave_per_sm: int  # tiles of a wave
+    product_stages: int | None = None  # of the form that takes the qkv product, if others
     is_stretched: bool = False  # more tiles than a wave: an equal stretch for every program, and no queue
-    is_at_once: bool = False  # tiles of one turn load all of K and V first
-    merge_numbers: int = 64  # of parts a thread has under way in a merge
-    shortest: int = GRAIN  # tokens of a chunk
-    max_registers: int | None = None  # a thread
 
 
-FEW = DecodeLaunch(block=64, warps=4, stages=3, programs_per_sm=3, wave_per_sm=2, is_at_once=True)
+FEW = DecodeLaunch(block=64, warps=4, stages=3, programs_per_sm=2, wave_per_sm=2, product_stages=2)
 """For FEW_SPANS or fewer: what counts is the time of one turn."""
 MANY = DecodeLaunch(block=32, warps=1, stages=4, programs_per_sm=4, wave_per_sm=4, is_stretched=True)
 """For more: what counts is the number of bytes under way, and a warp waits for no other."""
@@ -81,6 +80,10 @@ class DecodePlan:
     def is_stretched(self, num_spans: int, row_bytes: int = 0) -> bool:
         """Whether every program has its stretch of the list, not a tile and then others from the queue."""
         return self.chunk_scale is None and self.launch_of(num_spans, row_bytes).is_stretched
+
+    def is_early(self, num_spans: int) -> bool:
+        """Whether tiles wait for the qkv product with K and V of their first turns on their way."""
+        return num_spans <= FEW_SPANS or num_spans >= EARLY_SPANS
 
     def num_stretches(self, num_spans: int, row_bytes: int = 0) -> int:
         """Of a batch: each is taken by a program for every KV head."""
@@ -160,7 +163,7 @@ def plan_decode(plan: DecodePlan, rows: Tensor, kv_lens: Tensor) -> None:
         MAX_CHUNKS=MAX_CHUNKS,
         SIZES=SIZES,
         ROOM=ROOM,
-        SHORTEST=launch.shortest,
+        SHORTEST=GRAIN,
         RECORD=RECORD,
         STRETCHES=triton.next_power_of_2(num_stretches + 1),
         BY_BATCH=is_by_batch,

@@ -9,8 +9,9 @@ et al. 2023; no second launch).
 `paged_decode` finds q made and K and V stored. `paged_decode_product` takes the qkv product of a decode step:
 each tile norms and rotates its own q, and the tiles of a sequence's last chunk do so with K, store K and V of
 the new token and begin their sums with it, out of registers. No tile reads what the launch writes, so none
-waits for another; and all a tile reads but the product was there before the step, so in a chain of dependent
-launches list, slots, angles and, in short tiles, K and V are on their way before the product is done.
+waits for another. All a tile reads but the product was there before the step, so in a chain of dependent
+launches a program asks for list and slots, and where that pays (`DecodePlan.is_early`) for K and V as far as
+the loop's stages reach, before the product is done.
 """
 
 import torch
@@ -20,8 +21,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.batch import KvLayer
+from kernels.decode_merge import merge_parts
 from kernels.decode_plan import RECORD, DecodePlan
-from kernels.dependent_launch import dependent_launch
+from kernels.dependent_launch import dependent_launch, wait_in_loop
 from kernels.launcher import launch as start_kernel
 from kernels.rotary_store import Rotary, stored
 
@@ -105,17 +107,15 @@ def _launch(
             RECORD,
             launch.warps,
             launch.block,
-            launch.is_at_once,
-            launch.merge_numbers,
             is_fp32,
             rotary is not None,
             has_norm,
+            rotary is not None and plan.is_early(num_spans),
             plan.is_stretched(num_spans, row_bytes),
             is_dependent,
         ),
         num_warps=launch.warps,
-        num_stages=launch.stages,
-        max_registers=launch.max_registers,
+        num_stages=launch.stages if rotary is None else launch.product_stages or launch.stages,
         is_dependent=is_dependent,
     )
 
@@ -155,22 +155,19 @@ def _decode_kernel(
     RECORD: tl.constexpr,
     WARPS: tl.constexpr,
     BLOCK: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    MERGE_NUMBERS: tl.constexpr,
     IS_FP32: tl.constexpr,
     OF_PRODUCT: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    EARLY: tl.constexpr,
     STRETCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """OF_PRODUCT: q is the qkv product. AT_ONCE: a tile of one turn loads K and V before anything else.
+    """OF_PRODUCT: q is the qkv product; EARLY: it is waited for in a tile's first turn, not before.
     MEMBERS: GROUP, padded to a power of two; the tensor cores' tile has ROWS, 16 at least.
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
     ROWS: tl.constexpr = max(16, MEMBERS)
     REPEAT: tl.constexpr = ROWS // MEMBERS
-    members = tl.arange(0, MEMBERS)
-    members_ok = (members < GROUP)[:, None] & (tl.arange(0, DIM_PADDED) < DIM)[None, :]
     dims = tl.arange(0, DIM_PADDED)
     dims_ok = dims < DIM
     tokens = tl.arange(0, BLOCK)
@@ -205,67 +202,47 @@ def _decode_kernel(
         stop = tl.where(is_last, end - 1, end) if OF_PRODUCT else end
         slot = tl.load(table + begin + tokens, mask=begin + tokens < stop, other=0, cache_modifier=".cg")
         k_head, v_head = k_pool + head * DIM, v_pool + head * DIM
-        is_short = stop - begin <= BLOCK
-        if AT_ONCE:
-            early = begin + tokens < tl.where(is_short, stop, begin)
-            # Past the multiprocessor's cache: in it may be what another sequence had in these slots.
-            early_k, early_v = _turn_of_pool(
-                k_head, v_head, slot, early, KV_HEADS * DIM, DIM, DIM_PADDED, ".cg"
-            )
-        if OF_PRODUCT:
-            cos, sin = _angles(cos_sin + last.to(tl.int64) * cos_sin_stride, dims, DIM)
-            new_slot = tl.load(table + last, cache_modifier=".cg").to(tl.int64)
-            if PDL:
-                gdc_wait()
-        taken = 0
-        if has_queue:
-            taken = tl.atomic_add(queue, 1, sem="relaxed")
         top = tl.full([ROWS], float("-inf"), tl.float32)
         weight = tl.zeros([ROWS, BLOCK] if WARPS > 1 else [ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM_PADDED], tl.float32)
-        if OF_PRODUCT:
-            q_at = q + span * q_stride + (head * GROUP + members)[:, None] * q_head_stride
-            few = _norm_rotated(q_at, dims, members_ok, q_norm, cos, sin, eps, DIM, HAS_NORM)
-            few = few.to(q.dtype.element_ty)
-            query = tl.broadcast_to(few[:, None, :], [MEMBERS, REPEAT, DIM_PADDED])
-            query = tl.reshape(query, [ROWS, DIM_PADDED])
-            if is_last:
-                k_at = q + span * q_stride + (HEADS + head) * q_head_stride
-                one = tl.zeros([1, 1], tl.int32)
-                new_k = _norm_rotated(
-                    k_at + one, dims, dims_ok[None, :], k_norm, cos, sin, eps, DIM, HAS_NORM
-                )
-                new_k = stored(tl.reshape(new_k, [DIM_PADDED]), k_inverse, k_pool)
-                new_v = tl.load(k_at + KV_HEADS * q_head_stride + dims, mask=dims_ok, other=0.0)
-                new_v = stored(new_v, v_inverse, v_pool)
-                new_at = new_slot * (KV_HEADS * DIM) + dims
-                tl.store(k_head + new_at, new_k, mask=dims_ok)
-                tl.store(v_head + new_at, new_v, mask=dims_ok)
-                new_k = new_k.to(q.dtype.element_ty).to(tl.float32)
-                score = tl.sum(few.to(tl.float32) * new_k[None, :], 1) * scale
-                top = tl.reshape(tl.broadcast_to(score[:, None], [MEMBERS, REPEAT]), [ROWS])
-                acc += new_v.to(q.dtype.element_ty).to(tl.float32)[None, :]
-                weight = tl.where(tokens[None, :] == 0, 1.0, weight) if WARPS > 1 else weight + 1.0
-        else:
+        turns_end = stop
+        if not OF_PRODUCT:
             member = rows // REPEAT
             q_at = q + span * q_stride + (head * GROUP + member)[:, None] * q_head_stride
             query = tl.load(
                 q_at + dims[None, :], mask=(member < GROUP)[:, None] & dims_ok[None, :], other=0.0
             )
-        if AT_ONCE:  # noqa: SIM102 - one is a constant
-            if is_short:
-                acc, top, weight = _turn(
-                    query, early_k, early_v, early, acc, top, weight, scale, WARPS > 1, IS_FP32
-                )
-                begin = stop
-        for at in range(begin, stop, BLOCK):
+        elif EARLY:
+            query = tl.zeros([ROWS, DIM_PADDED], q.dtype.element_ty)
+            turns_end = tl.maximum(stop, begin + 1)  # a turn, too, where there is the new token alone
+        else:
+            query, acc, top, weight = _take_product(
+                q, span * q_stride, q_head_stride, head, table, last, is_last, cos_sin, cos_sin_stride,
+                q_norm, k_norm, eps, k_head, v_head, k_inverse, v_inverse, scale, acc, top, weight,
+                KV_HEADS, GROUP, MEMBERS, ROWS, DIM, DIM_PADDED, BLOCK, WARPS > 1, HAS_NORM, EARLY, PDL,
+            )  # fmt: skip
+        taken = 0
+        if has_queue and not EARLY:
+            taken = tl.atomic_add(queue, 1, sem="relaxed")
+        for at in range(begin, turns_end, BLOCK):
             position = at + tokens
             inside = position < stop
             turn_slot = slot
-            slot = tl.load(table + position + BLOCK, mask=position + BLOCK < stop, other=0)
-            keys, values = _turn_of_pool(
-                k_head, v_head, turn_slot, inside, KV_HEADS * DIM, DIM, DIM_PADDED, ""
+            slot = tl.load(
+                table + position + BLOCK, mask=position + BLOCK < stop, other=0, cache_modifier=".cg"
             )
+            keys, values = _turn_of_pool(k_head, v_head, turn_slot, inside, KV_HEADS * DIM, DIM, DIM_PADDED)
+            if EARLY:  # noqa: SIM102 - one is a constant
+                if at == begin:
+                    # By now K and V of the first turns are asked for.
+                    query, acc, top, weight = _take_product(
+                        q, span * q_stride, q_head_stride, head, table, last, is_last, cos_sin,
+                        cos_sin_stride, q_norm, k_norm, eps, k_head, v_head, k_inverse, v_inverse, scale,
+                        acc, top, weight, KV_HEADS, GROUP, MEMBERS, ROWS, DIM, DIM_PADDED, BLOCK,
+                        WARPS > 1, HAS_NORM, EARLY, PDL,
+                    )  # fmt: skip
+                    if has_queue:  # the launch before takes from it, too, so behind the wait
+                        taken = tl.atomic_add(queue, 1, sem="relaxed")
             acc, top, weight = _turn(query, keys, values, inside, acc, top, weight, scale, WARPS > 1, IS_FP32)
         total_weight = tl.sum(weight, 1) if WARPS > 1 else weight
         acc = acc * (v_scale / total_weight)[:, None]
@@ -284,9 +261,9 @@ def _decode_kernel(
             if before == count - 1:
                 tl.debug_barrier()
                 parts_at = entry - index
-                _merge(
-                    partial, partial_lse, out_at, parts_at, count, head, HEADS, GROUP, MEMBERS, DIM,
-                    DIM_PADDED, MERGE_NUMBERS * 32 * WARPS,
+                merge_parts(
+                    partial, partial_lse, out_at, parts_at, count, head,
+                    HEADS, GROUP, MEMBERS, DIM, DIM_PADDED, WARPS,
                 )  # fmt: skip
                 tl.store(arrived + span * KV_HEADS + head, 0)
         tile = tile + KV_HEADS if STRETCHED else num_programs + taken
@@ -301,15 +278,92 @@ def _decode_kernel(
 
 @triton.jit
 def _entry(chunks, entry, RECORD: tl.constexpr):
-    """Of the list: see RECORD. Not out of a cache of the multiprocessor's: it may be from the last step."""
+    """Of the list: see RECORD. Volatile: not out of a multiprocessor's cache, which may be of the last step,
+    and not put off by compilers until it is known that the list has the entry.
+    """
     record = chunks + entry * RECORD
-    span = tl.load(record, cache_modifier=".cg").to(tl.int64)
-    row = tl.load(record + 1, cache_modifier=".cg").to(tl.int64)
-    begin = tl.load(record + 2, cache_modifier=".cg")
-    end = tl.load(record + 3, cache_modifier=".cg")
-    index = tl.load(record + 4, cache_modifier=".cg")
-    count = tl.load(record + 5, cache_modifier=".cg")
-    return span, row, begin, end, index, count, tl.load(record + 6, cache_modifier=".cg")
+    span = tl.load(record, volatile=True).to(tl.int64)
+    row = tl.load(record + 1, volatile=True).to(tl.int64)
+    begin = tl.load(record + 2, volatile=True)
+    end = tl.load(record + 3, volatile=True)
+    index = tl.load(record + 4, volatile=True)
+    count = tl.load(record + 5, volatile=True)
+    return span, row, begin, end, index, count, tl.load(record + 6, volatile=True)
+
+
+@triton.jit
+def _take_product(
+    q,
+    of_span,
+    q_head_stride,
+    head,
+    table,
+    last,
+    is_last,
+    cos_sin,
+    cos_sin_stride,
+    q_norm,
+    k_norm,
+    eps,
+    k_head,
+    v_head,
+    k_inverse,
+    v_inverse,
+    scale,
+    acc,
+    top,
+    weight,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SUM_LATE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Waits for the qkv product, whose row of this span begins at `of_span`: its queries [ROWS, DIM_PADDED]
+    as the tensor cores take them, and the sums `acc`, `top` and `weight`. Where `is_last` these begin with
+    the new token, which is stored in its slot.
+    """
+    REPEAT: tl.constexpr = ROWS // MEMBERS
+    dims = tl.arange(0, DIM_PADDED)
+    members = tl.arange(0, MEMBERS)
+    dims_ok = dims < DIM
+    cos, sin = _angles(cos_sin + last.to(tl.int64) * cos_sin_stride, dims, DIM)
+    new_slot = tl.load(table + last, cache_modifier=".cg").to(tl.int64)
+    if PDL:
+        wait_in_loop()
+    # All at once, and before it is known whether this tile has the new token.
+    q_at = q + of_span + (head * GROUP + members)[:, None] * q_head_stride
+    q_pair = _with_partners(q_at, dims, (members < GROUP)[:, None] & dims_ok[None, :], DIM)
+    k_at = q + of_span + (KV_HEADS * GROUP + head) * q_head_stride
+    new_ok = dims < tl.where(is_last, DIM, 0)
+    k_pair = _with_partners(k_at + tl.zeros([1, 1], tl.int32), dims, new_ok[None, :], DIM)
+    v_at = k_at + KV_HEADS * q_head_stride + dims
+    v_of_product = tl.load(v_at, mask=new_ok, other=0.0, volatile=True)
+    few = _norm_rotated(q_pair, dims, q_norm, cos, sin, eps, DIM, HAS_NORM).to(q.dtype.element_ty)
+    if is_last:
+        new_k = _norm_rotated(k_pair, dims, k_norm, cos, sin, eps, DIM, HAS_NORM)
+        new_k = stored(tl.reshape(new_k, [DIM_PADDED]), k_inverse, k_head)
+        new_v = stored(v_of_product, v_inverse, v_head)
+        new_at = new_slot * (KV_HEADS * DIM) + dims
+        tl.store(k_head + new_at, new_k, mask=dims_ok)
+        tl.store(v_head + new_at, new_v, mask=dims_ok)
+        new_k = new_k.to(q.dtype.element_ty).to(tl.float32)
+        score = tl.sum(few.to(tl.float32) * new_k[None, :], 1) * scale
+        top = tl.reshape(_repeated(score[:, None], REPEAT), [ROWS])
+        acc += new_v.to(q.dtype.element_ty).to(tl.float32)[None, :]
+        weight = tl.where(tl.arange(0, BLOCK)[None, :] == 0, 1.0, weight) if SUM_LATE else weight + 1.0
+    if EARLY:
+        query = _repeated(few, REPEAT)
+    else:  # once a tile: without room in the shared memory of its own
+        query = tl.broadcast_to(few[:, None, :], [MEMBERS, REPEAT, DIM_PADDED])
+        query = tl.reshape(query, [ROWS, DIM_PADDED])
+    return query, acc, top, weight
 
 
 @triton.jit
@@ -323,22 +377,50 @@ def _angles(angles, dims, DIM: tl.constexpr):
 
 
 @triton.jit
-def _norm_rotated(at, dims, mask, norm, cos, sin, eps, DIM: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Heads that begin at the addresses `at` [N, 1], normed and rotated: fp32 [N, DIM_PADDED].
-
-    Each element's partner in the other half is loaded, too: no element moves between threads.
+def _with_partners(at, dims, mask, DIM: tl.constexpr):
+    """Heads that begin at the addresses `at` [N, 1], and of each element the one in the other half: none
+    moves between threads. Volatile, or compilers put loads off until they are needed.
     """
     HALF: tl.constexpr = DIM // 2
     partners = tl.where(dims < HALF, dims + HALF, dims - HALF)
-    value = tl.load(at + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-    partner = tl.load(at + partners[None, :], mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(at + dims[None, :], mask=mask, other=0.0, volatile=True)
+    return value, tl.load(at + partners[None, :], mask=mask, other=0.0, volatile=True)
+
+
+@triton.jit
+def _norm_rotated(pair, dims, norm, cos, sin, eps, DIM: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Heads as `_with_partners` loads them, normed and rotated: fp32 [N, DIM_PADDED]."""
+    HALF: tl.constexpr = DIM // 2
+    value, partner = pair[0].to(tl.float32), pair[1].to(tl.float32)
     if HAS_NORM:
+        partners = tl.where(dims < HALF, dims + HALF, dims - HALF)
         gain = tl.load(norm + dims, mask=dims < DIM, other=0.0).to(tl.float32)
         partner_gain = tl.load(norm + partners, mask=dims < DIM, other=0.0).to(tl.float32)
         factor = 1.0 / tl.sqrt(tl.sum(value * value, 1) / DIM + eps)
         value = value * factor[:, None] * gain[None, :]
         partner = partner * factor[:, None] * partner_gain[None, :]
     return value * cos[None, :] + partner * sin[None, :]
+
+
+@triton.jit
+def _repeated(rows, TIMES: tl.constexpr):
+    """Rows [N, D], each so often, 1 to 16, a power of two, one behind the other."""
+    if TIMES > 1:
+        rows = _twice(rows)
+    if TIMES > 2:
+        rows = _twice(rows)
+    if TIMES > 4:
+        rows = _twice(rows)
+    if TIMES > 8:
+        rows = _twice(rows)
+    return rows
+
+
+@triton.jit
+def _twice(rows):
+    """In registers: no element leaves its thread, as it would where a broadcast dimension is folded."""
+    pairs = tl.permute(tl.join(rows, rows), (0, 2, 1))
+    return tl.reshape(pairs, [2 * rows.shape[0], rows.shape[1]])
 
 
 @triton.jit
@@ -350,15 +432,14 @@ def _turn_of_pool(
     STRIDE: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
-    CACHE: tl.constexpr,
 ):
     """K and V of one head in the slots, [BLOCK, DIM_PADDED] each; zero where not `inside`."""
     dims = tl.arange(0, DIM_PADDED)
     # Slots fit int32, offsets into a big pool do not.
     offset = slot.to(tl.int64)[:, None] * STRIDE + dims[None, :]
     readable = inside[:, None] if DIM == DIM_PADDED else inside[:, None] & (dims < DIM)[None, :]
-    keys = tl.load(k_head + offset, mask=readable, other=0.0, cache_modifier=CACHE)
-    values = tl.load(v_head + offset, mask=readable, other=0.0, cache_modifier=CACHE)
+    keys = tl.load(k_head + offset, mask=readable, other=0.0)
+    values = tl.load(v_head + offset, mask=readable, other=0.0)
     return keys, values
 
 
@@ -389,57 +470,3 @@ def _turn(
     acc = acc * shrink[:, None]
     acc = tl.dot(weights.to(query.dtype), values.to(query.dtype), acc, input_precision=precision)
     return acc, new_top, weight
-
-
-@triton.jit
-def _merge(
-    partial,
-    partial_lse,
-    out_at,
-    first,
-    count,
-    head,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-    NUMBERS: tl.constexpr,
-):
-    """The sum of `count` parts of one sequence for the heads of one group.
-
-    NUMBERS of the parts a turn: all their loads are under way before the first is used, and no thread needs
-    another's numbers. At most 16 parts: compilers take long for more.
-    """
-    AT_ONCE: tl.constexpr = max(1, min(16, NUMBERS // (MEMBERS * DIM_PADDED)))
-    dims = tl.arange(0, DIM_PADDED)
-    members = tl.arange(0, MEMBERS)
-    real = members < GROUP
-    mask = real[:, None] & (dims < DIM)[None, :]
-    heads = head * GROUP + members
-    top = tl.full([MEMBERS], float("-inf"), tl.float32)
-    weight = tl.zeros([MEMBERS], tl.float32)
-    merged = tl.zeros([MEMBERS, DIM_PADDED], tl.float32)
-    for j in tl.range(0, count, AT_ONCE, num_stages=1):
-        at = (first + j).to(tl.int64) * HEADS + heads
-        left = count - j + 0 * members
-        new_top = top
-        for part in tl.static_range(AT_ONCE):
-            lse_at = partial_lse + at + part * HEADS
-            lse = tl.load(lse_at, mask=real & (left > part), other=float("-inf"), cache_modifier=".cg")
-            new_top = tl.maximum(new_top, lse)
-        safe = tl.where(real, new_top, 0.0)
-        shrink = tl.exp2(top - safe)
-        merged = merged * shrink[:, None]
-        weight = weight * shrink
-        for part in tl.static_range(AT_ONCE):
-            lse_at = partial_lse + at + part * HEADS
-            lse = tl.load(lse_at, mask=real & (left > part), other=float("-inf"), cache_modifier=".cg")
-            part_at = partial + (at + part * HEADS)[:, None] * DIM + dims[None, :]
-            rows = tl.load(part_at, mask=mask & (left > part)[:, None], other=0.0, cache_modifier=".cg")
-            share = tl.exp2(lse - safe)
-            merged += rows * share[:, None]
-            weight += share
-        top = new_top
-    merged = (merged / tl.where(real, weight, 1.0)[:, None]).to(out_at.dtype.element_ty)
-    tl.store(out_at + heads[:, None] * DIM + dims[None, :], merged, mask=mask)

@@ -21,6 +21,8 @@ from kernels.testing_decode import DecodeProblem, bits, copied
 pytestmark = pytest.mark.gpu
 EDGES = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 513, 2049, 4096]
 LAYERS, STEPS = 12, 24
+QUEUED = DecodeLaunch(block=32, warps=4, stages=3, programs_per_sm=1, wave_per_sm=2)
+"""More tiles than programs: each layer's programs take theirs from one queue."""
 
 
 def check(problem: DecodeProblem, launch: DecodeLaunch | None, pool: KvLayer | None = None) -> None:
@@ -79,18 +81,24 @@ def test_e4m3_pages_get_and_give_what_two_kernels_do(kv_lens: list[int]) -> None
 
 
 @pytest.mark.parametrize("with_norm", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 2, 4, 8, 64])
-def test_a_chain_that_begins_early_leaves_the_bits_of_one_that_waits(num_rows: int, with_norm: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "launch"), [(1, None), (2, None), (4, None), (4, QUEUED), (8, None), (16, None), (64, None)]
+)
+def test_a_chain_that_begins_early_leaves_the_bits_of_one_that_waits(
+    num_rows: int, launch: DecodeLaunch | None, with_norm: bool
+) -> None:
     """Attention reads list, slots, K and V of earlier tokens before its product is there. In every step of a
     graph all of these change: lengths, so the list; rows, so slots; and pages, which pass from one row to
     another with new content, as a pool's do.
     """
-    left = [_replayed(num_rows, with_norm, is_dependent) for is_dependent in (False, True)]
+    left = [_replayed(num_rows, launch, with_norm, is_dependent) for is_dependent in (False, True)]
     for ordinary, early in zip(*left, strict=True):
         assert torch.equal(ordinary, early)
 
 
-def _replayed(num_rows: int, with_norm: bool, is_dependent: bool) -> list[Tensor]:
+def _replayed(
+    num_rows: int, launch: DecodeLaunch | None, with_norm: bool, is_dependent: bool
+) -> list[Tensor]:
     """Outputs of the last layer in each of STEPS replays, then all pools."""
     draw, width = random.Random(num_rows), 1024
     lens = [draw.randrange(200, width - STEPS) for _ in range(num_rows)]
@@ -103,7 +111,7 @@ def _replayed(num_rows: int, with_norm: bool, is_dependent: bool) -> list[Tensor
         pool.k.normal_(generator=normal)
         pool.v.normal_(generator=normal)
     mix = torch.randn(4096, 2048, generator=normal, device="cuda").to(torch.bfloat16) / 45
-    plan = problem.plan()
+    plan = problem.plan(launch)
     rows = torch.arange(num_rows, dtype=torch.int32, device="cuda")
     kv_lens = torch.full((num_rows,), width, dtype=torch.int32, device="cuda")
     start, out = problem.qkv.clone(), torch.empty(num_rows, 2048, dtype=torch.bfloat16, device="cuda")

@@ -41,9 +41,9 @@ from worker.execution.graph_sizes import capture_sizes, kernel_sizes, padded_siz
 from worker.execution.step_buffers import StepBuffer, StepBuffers, StepOutcome, decode_shapes
 from worker.model.fused import AttendProduct, FusedModel
 
-PRODUCT_ROWS = 16
-"""Of a batch whose attention takes the qkv product: with more, a tile's own norm and rotation cost more than
-the launch that they save (docs/kernels.md)."""
+PRODUCT_ROWS = 64
+"""Of a batch whose attention takes the qkv product: as many as have dependent launches. With 128 a tile's own
+norm and rotation cost more than the launch that they save (docs/kernels.md)."""
 WARM_UPS = 1  # before a capture: compiles and loads kernels, and lets the libraries allocate
 
 
