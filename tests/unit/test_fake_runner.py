@@ -202,7 +202,7 @@ def test_steps_can_seem_to_take_time() -> None:
 def test_steps_are_slow_as_long_as_someone_wants_to_look() -> None:
     wants = [True]
     runner = make(is_slow=lambda: wants[0])
-    begin = time.monotonic()  # before the launch: this thread may stand still behind it until the step is over
+    begin = time.monotonic()  # before the launch: this thread may stand still behind it
     slow = runner.launch(step([(0, 0, 4)], [(0, 0, 1)], [start(0, [1, 2, 3, 4])])).result()
     assert time.monotonic() - begin > SLOW_STEP_SECONDS / 2
     wants[0] = False
