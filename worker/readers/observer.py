@@ -1,7 +1,7 @@
 """The observer: folds what the engine hands over, and gives frozen views to metrics, feed and heartbeats.
 
-Runs on a thread of its own, in pieces so short that few steps wait for it. When events were overwritten before
-it read them, or the engine could not hand over, it asks for a snapshot and starts from that.
+Runs on a thread of its own, in pieces so short that few steps wait for it. When events were overwritten
+before it read them, or the engine could not hand over, it asks for a snapshot and starts from that.
 """
 
 import logging
