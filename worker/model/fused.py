@@ -15,11 +15,12 @@ from torch import Tensor
 
 from kernels.batch import KvLayer
 from kernels.few_rows import Scaled, add_product, product
+from kernels.library_choice import faster_library
 from kernels.matvec import matvec
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rotary_store import Rotary, rotary_store
 from kernels.silu_mul import silu_mul
-from worker.model.layers import TorchLinear
+from worker.model.layers import Linear, TorchLinear
 from worker.model.llama import DecoderLayer, Model
 from worker.model.quantized import FEW_ROWS as FEW_FP8_ROWS
 from worker.model.quantized import Fp8Linear
@@ -168,8 +169,9 @@ class FusedModel:
     def leave(self, number: int, attended: Tensor, residual: Tensor) -> Tensor:
         """A layer from its attention [T, num_heads * head_dim] on; the last product, not yet added."""
         layer = self._layers[number]
-        normed = add_rms_norm(layer.output(attended), residual, layer.mlp_norm, self.config.rms_norm_eps)
-        return layer.down(self._activation(normed, layer))
+        added = _by_library(layer.output, attended)
+        normed = add_rms_norm(added, residual, layer.mlp_norm, self.config.rms_norm_eps)
+        return _by_library(layer.down, self._activation(normed, layer))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Last norm and head: [n, vocab_size], dtype of the weights. hidden is of `forward`."""
@@ -232,6 +234,13 @@ class FusedModel:
 
     def _rotary(self, layer: DecoderLayer) -> Rotary:
         return Rotary(self._cos_sin, layer.q_norm, layer.k_norm, self.config.rms_norm_eps)
+
+
+def _by_library(linear: Linear, x: Tensor) -> Tensor:
+    if type(linear) is not TorchLinear:
+        return linear(x)
+    with faster_library(x.shape[0], linear.weight):
+        return linear(x)
 
 
 def _is_dense(model: Model) -> bool:
