@@ -65,7 +65,6 @@ class ScriptedWorker:
         self.worker_id = worker_id
         self.script = script or WorkerScript()
         self.adds: list[worker_pb2.AddSequence] = []
-        self.knocks = 0
         self.aborts: list[tuple[list[int], int]] = []  # ids, reason
         self.goodbyes = 0
         self.hellos: list[worker_pb2.Hello] = []
@@ -145,7 +144,6 @@ class ScriptedWorker:
                 service, frame = self._socket.recv_multipart(zmq.NOBLOCK)
                 message = worker_pb2.ServiceMessage.FromString(frame)
                 kind = message.WhichOneof("kind")
-                self.knocks += kind is None
                 handler: Callable[[bytes, Any], None] | None = getattr(self, f"_on_{kind}", None)
                 if handler is not None:
                     handler(service, getattr(message, kind or ""))

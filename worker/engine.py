@@ -22,7 +22,6 @@ from worker.obey import Obedience
 from worker.pages.events import PageEventKind
 from worker.pinning import PIN_SOURCE
 from worker.readers.observation import Observation
-from worker.rehearsal import Rehearsal
 from worker.scheduling.output import FailureReason, OutputColumns
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.step import Step, StepResult
@@ -76,7 +75,6 @@ class Engine:
         on_state: Callable[[], None],
         wake_observer: Callable[[], None] = lambda: None,
         traffic: TrafficQueue | None = None,
-        rehearsal: Rehearsal | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
@@ -105,7 +103,6 @@ class Engine:
             scheduler, runner, outputs, board.description.pool, self._watch.audit, clock
         )
         self._traffic = traffic
-        self._rehearsal = rehearsal
         self._last_end: float | None = None  # of the step before; None: the engine was idle since
         if traffic is not None:
             scheduler.tell_traffic(traffic.put)
@@ -213,9 +210,7 @@ class Engine:
 
     def _sleep(self, now: float) -> None:
         """Nothing to run: until a command, a deadline, or the next observation."""
-        rehearsal = self._rehearsal
-        again = rehearsal.next_time(now) if rehearsal is not None else None
-        due = (self._scheduler.next_deadline(now), self._drain_end, self._obedience.next_time, again)
+        due = (self._scheduler.next_deadline(now), self._drain_end, self._obedience.next_time)
         limits = [self._watch.next_time(now), *(time for time in due if time is not None)]
         command = self._commands.wait(max(0.0, min(limits) - now))
         woken = self._clock()
@@ -223,8 +218,6 @@ class Engine:
         self._watch.idled(woken - now)
         if command is not None:
             self._obedience.obey(command, woken)
-        elif rehearsal is not None and again is not None and woken >= again:
-            rehearsal.play(woken)
 
     # Steps.
 
@@ -252,8 +245,6 @@ class Engine:
     def _commit(self, launched: _Launched, result: StepResult) -> None:
         step, now = launched.step, self._clock()
         self._board.step = StepMark(step.number, now)
-        if self._rehearsal is not None:
-            self._rehearsal.stepped(now)
         self._scheduler.commit(step, result, now, self._send_first_tokens)
         self._tell_step(launched, now)
         self._watch.stepped(step, now - launched.began, is_replayed=launched.handle.is_replayed)

@@ -21,7 +21,6 @@ from prometheus_client import CollectorRegistry
 
 from kvatlas.models.resolve import resolve_model
 from kvatlas.models.text_vocabulary import read_text_vocabulary
-from kvatlas.rehearsal import has_cores
 from kvatlas.seam_keys import SeamKeyError
 from worker.channels import CommandQueue, Handover, OutputQueue
 from worker.config import ConfigError, WorkerConfig
@@ -54,7 +53,6 @@ from worker.readers.prefix_keys import PrefixKeys
 from worker.readers.recorder import Recorder
 from worker.readers.recording_frames import FrameMaker
 from worker.readers.recording_store import RecordingStore
-from worker.rehearsal import Rehearsal
 from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.settings import SchedulerConfig
@@ -245,7 +243,6 @@ class WorkerProcess:
             doorkeeper=self.doorkeeper,
             on_failure=self._fail,
             clock=self._clock,
-            rehearses=has_cores(),
         )
         self._stack.callback(self.link.close)  # before the observer, whose answers it sends
 
@@ -329,10 +326,6 @@ class WorkerProcess:
         if self._engine is not None:
             self._engine.ask_for_snapshot()
 
-    def _make_rehearsal(self, runner: Runner) -> Rehearsal:
-        launch = getattr(runner, "rehearse", None)
-        return Rehearsal(self._scheduler.config, *([launch] if launch is not None else []))
-
     def run(self) -> int:
         """Loads, warms up and serves until a drain is over; returns the exit status."""
         self._is_loading = True
@@ -369,7 +362,6 @@ class WorkerProcess:
                 on_state=self.link.announce,
                 wake_observer=self._wake_readers,
                 traffic=self.traffic,
-                rehearsal=self._make_rehearsal(runner) if has_cores() else None,
                 clock=self._clock,
             )
             if self.config.debug_poison:

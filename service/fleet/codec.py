@@ -34,7 +34,6 @@ __all__ = ["Command", "CommandReply"]
 
 PROTOCOL = 1
 MAX_PAGES = (1 << 26) + 1  # the most that a worker is configured with, and its dummy page
-KNOCK = b""  # a ServiceMessage of no kind, which says that one is about to come
 STARTING, SERVING, DRAINING, LOST = 1, 2, 3, 4
 """ServerState, as numbers."""
 

@@ -152,11 +152,6 @@ class WorkerLink:
         self._send(codec.encode_add(request, run))
         return self.is_up
 
-    def knock(self) -> None:
-        """A request is about to come, or not: the worker's threads are awake then. Never waits."""
-        if self.is_up:
-            self._send(codec.KNOCK)
-
     def abort(self, sequence_ids: Sequence[int], reason: AbortReason, *, forget: bool = True) -> None:
         """Stops sequences that are live here; others are ignored. Never waits, may be called twice.
 

@@ -173,12 +173,6 @@ class WorkerPool:
         chosen = self.choose([_candidate(link) for link in links.values()], key, avoid)
         return links[chosen.address] if chosen is not None else None
 
-    def knock(self) -> None:
-        """Wakes the worker of the next request, where there is no choice."""
-        usable = self.usable
-        if len(usable) == 1:
-            usable[0].knock()
-
     # Who waits for a change
 
     def watch(self, wake: Callable[[], None]) -> None:

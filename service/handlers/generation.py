@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvatlas.rehearsal import has_cores
 from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc
 from service import errors
@@ -22,7 +21,7 @@ from service.admission import Permit, Share
 from service.errors import Failure, Violation
 from service.fleet.mirrors import PageMirrors
 from service.fleet.prefix_hint import cached_tokens, page_fingerprints
-from service.handlers import convert, rehearsal, respond, sizes, validate
+from service.handlers import convert, respond, sizes, validate
 from service.handlers.account import RequestAccount
 from service.handlers.backstage import Backstage
 from service.handlers.choice import Piece
@@ -48,9 +47,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._mirrors = mirrors
         self._opening = Opening(backstage)
         self._loop = asyncio.get_running_loop()
-        play = partial(self._opening.rehearse, rehearsal.example())
-        self._rehearsal = rehearsal.Rehearsal(self._loop, play, backstage.live.__len__)
-        self._has_cores = has_cores()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         """The whole answer. Nothing is sent before it, so the client may retry throughout."""
@@ -171,8 +167,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         reason = AbortReason.SERVICE_ERROR
         is_cancelled = False
         try:
-            if self._has_cores and len(self._backstage.live) < rehearsal.FEW_CALLS:
-                self._backstage.pool.knock()  # its threads wake up while this request is checked
             request, facts = self._opening.check(spec, faults, call)
             live = self._backstage.live.enter(
                 request.request_id, request.tenant, call.principal, request.labels
@@ -222,8 +216,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             for held in (permit, share):
                 if held is not None:
                     held.release()
-            if self._has_cores:
-                self._rehearsal.begin()
             done = live.run if live is not None else None
             outcome = outcome_of(
                 failure,

@@ -10,7 +10,7 @@ from functools import partial
 from kvatlas.v1 import generation_pb2 as pb
 from service import errors
 from service.errors import Violation
-from service.fleet.codec import WorkerFacts, encode_add
+from service.fleet.codec import WorkerFacts
 from service.handlers import convert, sizes, validate
 from service.handlers.account import RequestAccount
 from service.handlers.backstage import Backstage
@@ -18,7 +18,7 @@ from service.handlers.choice import Choice
 from service.handlers.convert import StreamShape
 from service.handlers.run import GenerationRun
 from service.mailbox import Inbox, Mailbox
-from service.request import Call, Request, Run
+from service.request import Call, Request
 from service.text.answer import AnswerText
 from service.text.constraints import TooManyConstraints
 from service.text.stop_strings import StopMatcher, StopStrings
@@ -55,12 +55,6 @@ class Opening:
         if spec.WhichOneof("prompt") == "chat":
             backstage.prompts.check_chat(spec.chat)
         return request, facts
-
-    def rehearse(self, spec: pb.GenerationSpec) -> None:
-        """All that becomes of a request of token ids before it is sent to a worker. Raises Failure."""
-        request, facts = self.check(spec, (), Call("rehearsal"))
-        request = self.complete(request, request.prompt_ids, facts)
-        encode_add(request, Run(sequence_id=0, num_samples=1))
 
     async def check_constraint(self, request: Request, call: Call) -> None:
         """Raises Failure for a constraint that cannot be meant, before anything waits for a worker."""

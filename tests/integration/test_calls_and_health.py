@@ -1,6 +1,5 @@
 """Guard, telemetry, health, reflection, load and the ops port of a real service."""
 
-import asyncio
 import http.client
 import logging
 import os
@@ -20,8 +19,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc, server_pb2, server_pb2_grpc
 from service import health_messages as health
-from service.handlers import generation, rehearsal
-from service.handlers.opening import Opening
 from service.testing import Refusal, RunningService, loop_thread, running_service
 from service.testing_worker import WorkerScript
 
@@ -64,45 +61,6 @@ def check(channel: grpc.Channel, name: str) -> int:
     return int(health_call(channel, "Check", request, "HealthCheckResponse").status)
 
 
-# Rehearsals
-
-
-def test_a_rehearsal_passes_as_a_request_would_and_nobody_hears_of_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def seen(running: RunningService) -> Any:
-        families = running.service.backstage.metrics.registry.collect()
-        samples = [sample for family in families for sample in family.samples if "mirror" not in family.name]
-        assert any(sample.name == "kvatlas_prompt_tokens_total" for sample in samples)
-        return running.worker.adds, {(one.name, str(one.labels)): one.value for one in samples}
-
-    async def rehearse(running: RunningService) -> None:
-        Opening(running.service.backstage).rehearse(rehearsal.example())
-
-    with running_service(tmp_path) as running:
-        before = seen(running)
-        with caplog.at_level(logging.DEBUG):
-            asyncio.run_coroutine_threadsafe(rehearse(running), loop_thread().loop).result(CALL_SECONDS)
-        assert seen(running) == before
-        assert running.is_idle
-    assert "rehears" not in caplog.text
-
-
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_request_knocks_at_the_worker_before_it_comes_where_there_is_but_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Any, num_workers: int
-) -> None:
-    monkeypatch.setattr(generation, "has_cores", lambda: True)
-    script = WorkerScript(step_ms=0)
-    with running_service(tmp_path, num_workers=num_workers, script=script) as running:
-        wait_until(lambda: len(running.service.backstage.pool.usable) == num_workers)
-        with grpc.insecure_channel(running.address) as channel:
-            for _ in range(2):
-                assert generate(channel).choices[0].text == "abc"
-        assert sum(len(worker.adds) for worker in running.workers) == 2
-        assert sum(worker.knocks for worker in running.workers) == (2 if num_workers == 1 else 0)
-
-
 # Guard
 
 
@@ -131,6 +89,8 @@ def test_a_bug_is_an_internal_error_without_its_text_and_the_next_call_works(
 
 def test_an_inner_cancel_is_a_lost_worker_not_a_hang(running: RunningService, channel: grpc.Channel) -> None:
     """What the call waited for was cancelled, not the call (grpc/grpc#29248)."""
+    import asyncio
+
     prompts = running.service.backstage.prompts
 
     async def cancelled(spec: pb.GenerationSpec) -> list[int]:
@@ -449,6 +409,7 @@ def test_two_services_in_one_process_have_series_of_their_own(tmp_path: Any, run
 
 def test_nothing_is_left_of_a_thousand_cancelled_streams(running: RunningService, wait_until: Any) -> None:
     """No growth in tasks, handlers or sequences."""
+    import asyncio
 
     async def tasks() -> int:
         return len(asyncio.all_tasks())

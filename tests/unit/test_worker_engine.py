@@ -6,11 +6,9 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
 
 import pytest
 
-from kvatlas.rehearsal import EVERY_SECONDS, LASTING_SECONDS
 from worker.channels import CommandQueue, Handover, OutputQueue
 from worker.description import ModelDescription, PoolDescription, WorkerDescription, WorkerState
 from worker.engine import EXIT_BUG, EXIT_OK, EXIT_OUT_OF_MEMORY, Engine, EngineSettings
@@ -32,7 +30,6 @@ from worker.messages import (
 from worker.pages.page_cache import CacheConfig
 from worker.readers.audit import AuditRound
 from worker.readers.observation import Observation
-from worker.rehearsal import Rehearsal
 from worker.scheduling.output import NO_TOKEN, FailureReason, FinishCode, SequenceEnd
 from worker.scheduling.request import AbortReason, AddStatus, RequestSpec
 from worker.scheduling.sampling import SamplingParams
@@ -90,16 +87,7 @@ class Got:
 class Bench:
     """An engine on a thread, with its queues in the test's hands."""
 
-    def __init__(
-        self,
-        settings: EngineSettings,
-        fault: Fault,
-        *,
-        output_limit: int,
-        pages: int,
-        rehearsal: Rehearsal | None,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, settings: EngineSettings, fault: Fault, *, output_limit: int, pages: int) -> None:
         cache = CacheConfig(pages, 4)
         config = SchedulerConfig(cache, max_running=8, max_step_tokens=16, max_context_tokens=CONTEXT)
         self.scheduler = Scheduler(config)
@@ -117,8 +105,6 @@ class Bench:
             observations=self.observations,
             board=self.board,
             on_state=lambda: None,
-            rehearsal=rehearsal,
-            clock=clock,
         )
         self.status: int | None = None
         self.got: dict[int, Got] = {}
@@ -193,17 +179,8 @@ def bench(
     *,
     output_limit: int = 10_000,
     pages: int = 64,
-    rehearsal: Rehearsal | None = None,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Bench]:
-    made = Bench(
-        settings or EngineSettings(),
-        fault,
-        output_limit=output_limit,
-        pages=pages,
-        rehearsal=rehearsal,
-        clock=clock,
-    )
+    made = Bench(settings or EngineSettings(), fault, output_limit=output_limit, pages=pages)
     made.thread.start()
     try:
         yield made
@@ -550,39 +527,3 @@ def test_device_rows_that_differ_from_the_books_are_reported(debug: bool) -> Non
             assert finding.check == "device_table"
             assert finding.row is not None
             assert "by the books" in finding.text
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_an_idle_engine_rehearses_for_a_moment_and_only_real_requests_are_seen(overlap: bool) -> None:
-    config = SchedulerConfig(
-        CacheConfig(64, 4), max_running=8, max_step_tokens=16, max_context_tokens=CONTEXT
-    )
-    plays: list[float] = []
-
-    class Counted(Rehearsal):
-        def play(self, now: float) -> None:
-            super().play(now)
-            plays.append(now)
-
-    ticks = count()
-
-    def clock() -> float:
-        """Each look takes longer than the pause between two rehearsals."""
-        return next(ticks) * 1.5 * EVERY_SECONDS
-
-    with bench(EngineSettings(overlap=overlap), rehearsal=Counted(config), clock=clock) as b:
-        b.wait(lambda: clock() > 2 * LASTING_SECONDS)
-        assert not plays, "nobody has asked for anything yet"
-        b.add(1, prompt_of(1))
-        codes = b.finish(1)
-        b.wait(lambda: len(plays) > 0)
-        events = b.scheduler.cache.events.number
-        b.wait(lambda: clock() > plays[-1] + 2 * LASTING_SECONDS)
-        assert b.scheduler.cache.events.number == events
-        b.add(2, prompt_of(2))
-        codes |= b.finish(2)
-    assert set(codes.values()) == {FinishCode.MAX_TOKENS}
-    assert b.got.keys() == {1, 2}
-    assert b.answers.keys() == {1, 2}
-    for number in (1, 2):
-        assert b.got[number].tokens == alone(number)

@@ -83,18 +83,6 @@ def test_messages_before_hello_are_ignored(bench: LinkBench) -> None:
     assert bench.commands.drain() == []
 
 
-def test_a_knock_wakes_the_engine_and_is_nothing_else(bench: LinkBench) -> None:
-    service, knock = bench.service(), worker_pb2.ServiceMessage()
-    service.send(knock)  # of nobody yet
-    service.hello()
-    assert bench.commands.is_empty
-    service.send(knock)
-    until(lambda: not bench.commands.is_empty)
-    assert bench.commands.drain() == []
-    service.add([1, 2, 3])
-    assert len(bench.request().prompt_token_ids) == 3
-
-
 def test_a_second_hello_ends_what_the_first_left(bench: LinkBench) -> None:
     service = bench.service()
     service.hello()

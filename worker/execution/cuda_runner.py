@@ -39,7 +39,7 @@ from worker.execution.torch_runner import (
     is_over,
     nonfinite_tokens,
 )
-from worker.execution.warm_steps import lone_prompt, warm_steps
+from worker.execution.warm_steps import warm_steps
 from worker.log import log_phase
 from worker.model.fused import FusedModel
 from worker.model.llama import Model
@@ -218,20 +218,6 @@ class CudaRunner(TorchRunner):
     ) -> Sampled:
         """One token per row by the plain sampler; `there`: rows and ends on the device."""
         return self._sampler.sample(logits, rows, ends, masks)
-
-    def rehearse(self, num_tokens: int) -> None:
-        """What the host does to launch a lone prompt, for the dummy row and without the network, so that the
-        next launch is hot. Only while no step is in flight.
-        """
-        config = self._config
-        step = lone_prompt(
-            min(num_tokens, self.page_table.slots.shape[1]),
-            dummy_row=config.max_running,
-            dummy_page=config.num_pages,
-            page_size=config.page_size,
-        )
-        with torch.inference_mode():
-            self.prompt_steps.rehearse(step, [SampleRow(temperature=0.5)])
 
     def watch_compilers(self) -> None:
         """The start is over: from now on the log tells of every kernel that was not there."""

@@ -115,20 +115,6 @@ class PromptSteps:
             self._launch(buffer, count, size, [step.ends[span] for span in step.sampled], with_filters)
         return StepOutcome(buffer, MAX_SPANS)
 
-    def rehearse(self, step: Step, starts: Sequence[SampleRow]) -> None:
-        """The host's part of `run` for a step of the dummy row: its message is sent and read, its results are
-        written, and no graph is replayed in between. Only while no step is in flight.
-        """
-        size = self._size_of(step)
-        if size is None:
-            return
-        with self._buffers.next() as buffer:
-            count = self._fill(buffer.batch_columns, step, starts, size)
-            if count is not None:
-                self._send(buffer, count)
-                self._graphs.prepare_finish([step.ends[span] for span in step.sampled])
-                self._leave(buffer)
-
     def run_bodies(self) -> None:
         """A step of nobody through every kernel: for compiling them beforehand."""
         if self._graphs.static is None:
@@ -212,21 +198,13 @@ class PromptSteps:
     def _launch(
         self, buffer: StepBuffer, count: int, size: int, ends: Sequence[int], with_filters: bool
     ) -> None:
-        self._send(buffer, count)
-        self._graphs.run_read(self._token_pool.ids, size)
+        static, table, ids = self._graphs.static, self._page_table, self._token_pool.ids
+        assert static is not None, "there is a size"
+        into = (table.slots, ids, self._columns.matrix, static.words, self._sampled)
+        read_prompts(buffer.batch, *into, count, page_size=table.page_size)
+        self._graphs.run_read(ids, size)
         if ends:
             self._run_head(ends, with_filters)
-        self._leave(buffer)
-
-    def _send(self, buffer: StepBuffer, count: int) -> None:
-        static, table = self._graphs.static, self._page_table
-        assert static is not None, "there is a size"
-        into = (table.slots, self._token_pool.ids, self._columns.matrix, static.words, self._sampled)
-        read_prompts(buffer.batch, *into, count, page_size=table.page_size)
-
-    def _leave(self, buffer: StepBuffer) -> None:
-        static = self._graphs.static
-        assert static is not None, "there is a size"
         flags = (self._is_finite, self._graphs.is_broken)
         write_prompt_results(self._scratch.ids, *flags, static.words, buffer.results)
 

@@ -7,9 +7,8 @@ page alone.
 from array import array
 from collections.abc import Iterator
 
-from worker.ids import Row, SequenceId
-from worker.scheduling.sampling import SamplingParams
-from worker.scheduling.step import RowStart, Step
+from worker.ids import SequenceId
+from worker.scheduling.step import Step
 
 SMALLEST = 16  # tokens
 DECODE_CONTEXT = 640  # more than one chunk of decode attention
@@ -30,19 +29,6 @@ def warm_steps(*, max_step_tokens: int, max_running: int, row_width: int, dummy_
     if sizes:
         steps.append(_step([_late_piece(row_width)], dummy_row, 0, max_running))
     return steps
-
-
-def lone_prompt(num_tokens: int, *, dummy_row: int, dummy_page: int, page_size: int) -> Step:
-    """A prompt that begins, as the scheduler would give it, in the dummy row and the dummy page."""
-    num_pages = -(-num_tokens // page_size)
-    ids, params = array("I", bytes(4 * num_tokens)), SamplingParams(temperature=0.5)
-    start = RowStart(Row(dummy_row), SequenceId(0), 0, ids, num_tokens, params, frozenset())
-    return _step([(0, num_tokens)], dummy_row, 0, 1)._replace(
-        row_starts=(start,),
-        new_page_rows=array("i", [dummy_row]) * num_pages,
-        new_page_indexes=array("i", range(num_pages)),
-        new_page_ids=array("i", [dummy_page]) * num_pages,
-    )
 
 
 def _beside_prompts(sizes: list[int], max_running: int) -> Iterator[tuple[int, int]]:

@@ -13,11 +13,10 @@ from collections.abc import Callable
 import zmq
 from google.protobuf.message import DecodeError
 
-from kvatlas.rehearsal import EVERY_SECONDS, LASTING_SECONDS
 from kvatlas.worker.v1 import worker_pb2
 from worker.channels import CommandQueue, OutputQueue
 from worker.description import WorkerState
-from worker.link import codec, integrity_codec, rehearsal, status_codec
+from worker.link import codec, integrity_codec, status_codec
 from worker.link.addresses import bind, last_endpoint
 from worker.link.commands import CommandDesk, OtherDesk
 from worker.link.constraint_desk import ConstraintDesk
@@ -49,7 +48,6 @@ SILENCE_SECONDS = 5.0
 SEND_HIGH_WATER_MARK = 10_000
 READS_PER_TURN = 256  # so that outputs are not held up by a flood of requests
 SENDS_PER_TURN = 64
-REHEARSAL_MILLISECONDS = int(EVERY_SECONDS * 1000)
 FLUSH_MILLISECONDS = 500  # for the last messages of an orderly end
 
 _ABORT_REASONS = frozenset(map(int, AbortReason))
@@ -75,7 +73,6 @@ class EngineLink:
         on_failure: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         silence_seconds: float = SILENCE_SECONDS,
-        rehearses: bool = False,
     ) -> None:
         self._commands = commands
         self._outputs = outputs
@@ -89,8 +86,6 @@ class EngineLink:
         self.sequence_mismatches = 0  # heartbeats of services whose live count differs from ours
         self._is_stopping = False
         self._beats_at_once = False
-        self._example = rehearsal.example() if rehearses else b""
-        self._rehearses_until = 0.0
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a vanished peer is an error, not a silent drop
         self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a service that restarts takes its name over
@@ -155,20 +150,10 @@ class EngineLink:
     def _wait(self, seconds: float) -> None:
         if len(self._outputs):
             return
-        milliseconds = max(0, int(seconds * 1000))
-        if not self._commands.has_room:  # the engine is behind: look again soon, read nothing until then
+        if self._commands.has_room:
+            self._poll_all.poll(max(0, int(seconds * 1000)))
+        else:  # the engine is behind: look again soon, read nothing until then
             self._poll_outputs.poll(5)
-        elif not self._is_rehearsing:
-            self._poll_all.poll(milliseconds)
-        elif not self._poll_all.poll(min(milliseconds, REHEARSAL_MILLISECONDS)):
-            rehearsal.play(self._example)
-
-    @property
-    def _is_rehearsing(self) -> bool:
-        """For a moment after the last end, and never beside the engine, which needs the interpreter."""
-        if not self._example or self._clock() >= self._rehearses_until:
-            return False
-        return not any(peer.live_sequences for peer in self._peers.by_identity.values())
 
     # Service to worker.
 
@@ -227,8 +212,6 @@ class EngineLink:
                     self._send(peer, reply=codec.failure_reply(failure))
             case "goodbye":
                 self._end_session(peer, "goodbye")
-            case None:  # a knock: a request is about to come
-                self._commands.wake()
 
     def _hello(self, identity: bytes, hello: worker_pb2.Hello) -> None:
         try:
@@ -344,8 +327,6 @@ class EngineLink:
             peer = self._peers.by_source.get(source)
             if peer is not None:
                 peer.live_sequences -= len(columns.ends)
-                if columns.ends:
-                    self._rehearses_until = self._clock() + LASTING_SECONDS
                 self._send(peer, step=codec.step_output(item.step, item.seconds, columns))
 
     def _send_answer(self, item: AddAnswer) -> None:

@@ -27,14 +27,7 @@ from worker.status import first_board
 class LinkBench:
     """A link without an engine."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        command_limit: int = 64,
-        silence_seconds: float = 600.0,
-        rehearses: bool = False,
-    ) -> None:
+    def __init__(self, folder: Path, *, command_limit: int = 64, silence_seconds: float = 600.0) -> None:
         self.address = f"ipc://{folder}/engine"
         self.commands: CommandQueue[EngineCommand] = CommandQueue(command_limit)
         self.outputs: OutputQueue[LinkMessage] = OutputQueue(1000)
@@ -58,7 +51,6 @@ class LinkBench:
             to_observer=self.take_call,
             on_failure=lambda: self.failures.append("failed"),
             silence_seconds=silence_seconds,
-            rehearses=rehearses,
         )
         self.link.start()
         self.services: list[TestService] = []
