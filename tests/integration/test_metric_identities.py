@@ -274,7 +274,7 @@ def test_time_in_bands_is_the_time_that_passed(played: Played, wait_until: Calla
     def counted() -> float:
         return total(scrape(played.worker_port), name)
 
-    before, began = counted(), time.monotonic()
+    began, before = time.monotonic(), counted()
     wait_until(lambda: counted() >= before + 2.0, "two more seconds")
     assert time.monotonic() - began > 0.9, "an idle worker is seen once a second"
     assert 0 < total(scrape(played.worker_port), name, band="ok") < counted() < now_seconds() - age

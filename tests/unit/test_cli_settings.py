@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -226,11 +225,9 @@ def test_help_loads_nothing_slow() -> None:
         "slow = {'grpc', 'google.protobuf', 'numpy', 'rich', 'torch', 'asyncio'} & set(sys.modules)\n"
         "sys.exit(f'loaded: {slow}' if slow else 0)"
     )
-    started = time.monotonic()
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT / "protos")}, timeout=60
     )
-    assert time.monotonic() - started < 5.0  # 0.06 s alone; the bound is for a machine under load
 
 
 @pytest.mark.parametrize(

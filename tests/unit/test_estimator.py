@@ -193,10 +193,8 @@ def test_too_many_are_refused(estimator: Estimator, sampled: tuple[RecordedWorke
         for number in range(MAX_WAITING + 2)
     ]
     assert taken.count(True) in (MAX_WAITING, MAX_WAITING + 1), "one may run already"
-    began = time.monotonic()
+    estimator.close()  # at once: what waits is not computed, or the test runs into its limit
     estimator.close()
-    estimator.close()
-    assert time.monotonic() - began < 10
     assert not ask(estimator, task_of(worker, sample), sample.requests, Box())
 
 
