@@ -272,6 +272,12 @@ def test_the_processes_are_started_as_modules_that_watch_their_parent() -> None:
     assert service.end_seconds > settings.grace
 
 
+def test_a_ready_file_that_cannot_be_is_told_before_anything_starts(tmp_path: Path) -> None:
+    settings = config.read(["serve", "--ready-file", str(tmp_path / "none" / "ready.json")], {})
+    with pytest.raises(CommandFailed, match=r"cannot write .*none/ready\.json: no such folder"):
+        serve.run(settings)
+
+
 def test_a_ready_file_appears_whole(tmp_path: Path) -> None:
     place = serve.Place(Path("/tmp/x"), "127.0.0.1:1", "127.0.0.1:2", 3, 4)
     serve._write_ready(tmp_path / "ready.json", place, {"worker": 5})

@@ -41,6 +41,8 @@ class Place:
 def run(settings: Namespace) -> int:
     """Serves until a signal."""
     started = time.monotonic()
+    if settings.ready_file and not Path(settings.ready_file).absolute().parent.is_dir():
+        raise CommandFailed(f"cannot write {settings.ready_file}: no such folder", USAGE)
     pull(settings.model)
     place = _choose_place(settings)
     try:
