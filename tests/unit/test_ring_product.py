@@ -93,11 +93,13 @@ print(hits, gpu.loaded)
 
 dependent_launch._is_supported = lambda device: True
 with dependent_launch.dependent_launches():
-    few_rows.product(empty(40, 256), empty(320, 256), launch=RingLaunch(outputs=64, warps=4), bias=empty(320))
+    few_rows.product(empty(40, 256), empty(320, 256), launch=RingLaunch(stages=2), bias=empty(320))
 assert gpu.launched == ["ring_kernel"], gpu.launched
 (kernels, *_), = ring_product.ring_kernel.device_caches.values()
 ptx = list(kernels.values())[-1].asm["ptx"]
 print(ptx.count("wgmma.mma_async"), ptx.count("cp.async.bulk.tensor"), ptx.count("griddepcontrol.wait"))
+before, *_ = ptx.rpartition("mbarrier.arrive.shared")
+print("bar.sync" in before.rpartition("wgmma.wait_group")[2])
 """
 
 
@@ -112,9 +114,10 @@ def test_it_compiles_here_and_in_a_process(tmp_path: Path):
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    compiled, instructions = done.stdout.splitlines()
+    compiled, instructions, is_together = done.stdout.splitlines()
     products, copies, waits = map(int, instructions.split())
     assert products > 0, "no product by warp groups"
     assert copies > 0, "no copy by the copy engine"
     assert waits > 0, "nobody waits for the kernel before"
+    assert is_together == "True", "a slot is told to be free that the other warp group still reads"
     assert compiled == "[True] ['ring_kernel']", done.stderr[-2000:]
