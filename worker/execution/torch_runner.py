@@ -226,8 +226,8 @@ class TorchRunner:
             self._backend.refresh_pages(torch.tensor(pages, dtype=torch.int64))
 
     def _forward(self, tensors: StepTensors, last: LastQueries | None) -> Tensor:
-        """[num_tokens, hidden]: hidden states of the tokens in `last`, None: of all; in rows of others what
-        is finite where what their pages hold is, or all hidden states.
+        """[num_tokens, hidden]: hidden states of the tokens in `last`, None: of all. Rows of others are those
+        before the last layer, all that K and V are made of: not finite where a token read what is not.
         """
         if self._paged_model is not None:
             where = (tensors.batch, self.kv_pool.layers)
