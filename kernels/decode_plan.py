@@ -52,7 +52,7 @@ FEW = DecodeLaunch(block=64, warps=4, stages=3, programs_per_sm=2, wave_per_sm=2
 """For FEW_SPANS or fewer: what counts is the time of one turn."""
 MANY = DecodeLaunch(block=32, warps=1, stages=4, programs_per_sm=4, wave_per_sm=4, is_stretched=True)
 """For more: what counts is the number of bytes under way, and a warp waits for no other."""
-WIDE = DecodeLaunch(block=32, warps=4, stages=3, programs_per_sm=3, wave_per_sm=2)
+WIDE = DecodeLaunch(block=32, warps=4, stages=3, programs_per_sm=2, wave_per_sm=2)
 """For rows of K of more than WIDE_BYTES: one warp's registers would not hold them."""
 WIDE_BYTES = 256
 
