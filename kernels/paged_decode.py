@@ -95,6 +95,8 @@ def _launch(
     if rotary is not None:
         angles, q_norm, k_norm, eps = rotary.cos_sin, rotary.q_norm, rotary.k_norm, rotary.eps
     has_norm = q_norm is not None
+    # Asynchronous loads of e4m3 go through the multiprocessor's cache, being of 8 bytes: early ones must not.
+    is_early = rotary is not None and kv.k.element_size() > 1 and plan.is_early(num_spans)
     gains = (q_norm if q_norm is not None else q, k_norm if k_norm is not None else q)
     of_product = (angles, *gains, eps, angles.stride(0), 1.0 / kv.k_scale, 1.0 / kv.v_scale)
     start_kernel(
@@ -110,7 +112,7 @@ def _launch(
             is_fp32,
             rotary is not None,
             has_norm,
-            rotary is not None and plan.is_early(num_spans),
+            is_early,
             plan.is_stretched(num_spans, row_bytes),
             is_dependent,
         ),
