@@ -15,16 +15,16 @@ from torch import Tensor
 LEAST_ROWS = 65
 LONG_WIDTH, LONG_ROWS = 8192, 112  # a long row of the weight, and the most rows of the input with it
 SHORT_ROWS = 232
-LEAST_ELEMENTS, MOST_OUTPUTS = 16_000_000, 4096  # of the weights that were measured
+LEAST_ELEMENTS, MOST_OUTPUTS = 16_000_000, 4096  # near 4,096 x 4,096 and 4,096 x 14,336, which were timed
 
 
 def is_light(num_rows: int, weight: Tensor) -> bool:
     """Whether cuBLASLt is the faster for x [num_rows, width] @ weight.T, bf16."""
     num_outputs, width = weight.shape
     most = LONG_ROWS if width >= LONG_WIDTH else SHORT_ROWS
-    is_measured = weight.dtype == torch.bfloat16 and num_outputs <= MOST_OUTPUTS
-    is_measured = is_measured and weight.numel() >= LEAST_ELEMENTS
-    return LEAST_ROWS <= num_rows <= most and is_measured and _is_hopper(weight.device)
+    is_near = weight.dtype == torch.bfloat16 and num_outputs <= MOST_OUTPUTS
+    is_near = is_near and weight.numel() >= LEAST_ELEMENTS
+    return LEAST_ROWS <= num_rows <= most and is_near and _is_hopper(weight.device)
 
 
 @contextmanager

@@ -522,7 +522,7 @@ def test_flush_and_pins_over_the_seam(running: Running) -> None:
     until(lambda: running.metric("kvatlas_pages", state="pinned") == 0)
 
 
-# The process.
+# Its start.
 
 
 class WatchingDevice(FakeDevice):
