@@ -53,7 +53,8 @@ def test_answers_and_the_pool_are_the_same_bit_for_bit(
         engine = gpu_engine(model, num_pages=400, max_context=512)
         engine.runner.kv_pool.buffer.zero_()
         outcome = engine.answer(requests)
-        left.append((outcome.tokens, engine.runner.kv_pool.buffer.clone(), engine.runner.graphs.replays))
+        pages = engine.runner.kv_pool.buffer[:, :, :-1].clone()  # in the dummy page the last to write wins
+        left.append((outcome.tokens, pages, engine.runner.graphs.replays))
     (tokens, pool, replays), (tokens_without, pool_without, _) = left
     assert replays > 0
     assert tokens == tokens_without
