@@ -12,6 +12,7 @@ most that it ever needed at once. What lives for minutes is not in the heap at a
 import asyncio
 import ctypes
 import gc
+import sys
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of malloc.h
 ARENAS = 1
@@ -36,10 +37,26 @@ def settle() -> None:
         choose(parameter, value)
 
 
+NAMES = 131_072  # more than its table has room for, beside those of Streamlit and what it imports
+
+
 def set_apart() -> None:
     """When all is loaded: the collector need not look at it again, which makes its pauses short."""
+    settle_names()
     gc.collect()
     gc.freeze()
+
+
+def settle_names() -> None:
+    """Gives Python's table of interned strings the size at which it stays.
+
+    Names that came and went leave holes that are not filled. When there is no room left the table is made
+    anew for three times the names alive: 2 MiB more, after an hour of tabs. With this it happens now.
+    """
+    if sys.version_info[:2] == (3, 12):
+        return  # a name stays for ever there
+    for number in range(NAMES):
+        sys.intern(f"a name of nobody {number}")
 
 
 async def keep_tidy() -> None:

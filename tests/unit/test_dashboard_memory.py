@@ -130,6 +130,33 @@ def test_the_past_is_no_part_of_the_heap() -> None:
     assert (past.used_ms == used).all()
 
 
+CHURN = """
+import ctypes, sys
+import grpc, numpy, pandas, pyarrow, streamlit  # as many names as a dashboard has
+from dashboard import allocator
+from tests.unit.test_dashboard_memory import heap_bytes
+{settle}
+before = heap_bytes()
+for number in range(100_000):
+    sys.intern(f"comes and goes {{number}}")
+print(heap_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="a name stays for ever there")
+def test_names_that_come_and_go_do_not_make_their_table_larger() -> None:
+    grown = {
+        settle: int(
+            subprocess.run(
+                [sys.executable, "-c", CHURN.format(settle=settle)], cwd=ROOT, capture_output=True, check=True
+            ).stdout
+        )
+        for settle in ("allocator.settle_names()", "")
+    }
+    assert abs(grown["allocator.settle_names()"]) < 500_000
+    assert grown[""] > 1_500_000, "what it is for"
+
+
 @pytest.mark.parametrize("size", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1])
 def test_what_is_written_is_read_whatever_its_size(size: int) -> None:
     blocks, written = Blocks(), []
