@@ -154,7 +154,7 @@ def test_names_that_come_and_go_do_not_make_their_table_larger() -> None:
         for settle in ("allocator.settle_names()", "")
     }
     assert abs(grown["allocator.settle_names()"]) < 500_000
-    assert grown[""] > 1_500_000, "what it is for"
+    assert grown[""] > 500_000, "what it is for"  # 1 to 2 MB, by how many names libraries bring
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1])
