@@ -51,9 +51,11 @@ class FakeWrapper:
         self._int_workspace_buffer[:size] = self._pin_memory_int_workspace_buffer[:size]
         self._count, self._plan_info = len(lens), self.layout
 
-    def run(self, q: Tensor, pages: tuple[Tensor, Tensor], *, q_scale: float) -> Tensor:
+    def run(
+        self, q: Tensor, pages: tuple[Tensor, Tensor], *, q_scale: float, out: Tensor | None = None
+    ) -> Tensor:
         lens = self._int_workspace_buffer[: 4 * self._count].view(torch.int32).tolist()
-        out = torch.empty_like(q)
+        out = torch.empty_like(q) if out is None else out
         for i, length in enumerate(lens):
             mine = self._indices[int(self._indptr[i]) : int(self._indptr[i + 1])].long()
             k, v = (part[mine].reshape(-1, KV_HEADS, DIM)[:length] for part in pages)
@@ -128,7 +130,10 @@ def test_a_step_attends_by_its_own_lengths_and_pages(is_captured: bool) -> None:
         padded_lens = torch.tensor(lens + [1] * (size - len(lens)), dtype=torch.int32)
         decode.prepare(size, lens)
         decode.begin(padded_rows, padded_lens)
+        own = torch.full_like(q, 7.0)
+        assert decode.attend(kv, q, scale=0.3, out=own) is own
         out = decode.attend(kv, q, scale=0.3)
+        assert torch.equal(out, own)
         for i, (row, length) in enumerate(zip(padded_rows.tolist(), padded_lens.tolist(), strict=True)):
             slots = table[row, :length].long()
             at = torch.tensor([length - 1])
