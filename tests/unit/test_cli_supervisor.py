@@ -24,7 +24,7 @@ WAIT_SECONDS = 20.0
 
 # Two children of a test: each says what happens to it in the file `log` of the folder it runs for.
 HARNESS = """
-import os, sys, time
+import os, signal, sys, threading, time
 from pathlib import Path
 from kvatlas.cli.supervisor import ChildSpec, RestartPolicy, Supervisor, print_log
 folder = Path(sys.argv[1])
@@ -53,6 +53,10 @@ supervisor.watch_parent(os.getppid())
 def ready():
     log = folder / "log"
     return log.exists() and log.read_text().count(" up ") >= 2
+def take_a_signal():
+    while not (folder / "signal").exists(): time.sleep(0.01)
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+threading.Thread(target=take_a_signal, daemon=True).start()
 sys.exit(supervisor.run(ready, lambda: (folder / "ready").touch(), 10.0))
 """
 
@@ -117,6 +121,16 @@ def test_a_signal_ends_the_children_in_order_and_leaves_none(start: Callable[...
     assert code == 0
     assert [line for line in run.log() if "term" in line] == ["first term", "second term"]
     assert not any(psutil.pid_exists(pid) for pid in run.pids("first") + run.pids("second"))
+
+
+def test_a_signal_that_does_not_wake_the_main_thread_is_heard_soon(start: Callable[..., Run]) -> None:
+    """As one does that comes between the last look for signals and the wait for events."""
+    run = start()
+    run.wait_ready()
+    (run.folder / "signal").touch()
+    code, _ = run.end()
+    assert code == 0
+    assert [line for line in run.log() if "term" in line] == ["first term", "second term"]
 
 
 def test_children_are_in_sessions_of_their_own_so_that_ctrl_c_does_not_reach_them(

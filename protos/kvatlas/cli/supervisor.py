@@ -7,6 +7,7 @@ which then decides the order.
 """
 
 import contextlib
+import math
 import os
 import queue
 import signal
@@ -22,6 +23,8 @@ from kvatlas.cli.exits import FAILED, USAGE
 KILL_SECONDS = 5.0  # after SIGKILL, until the kernel must have taken it
 LINE_BYTES = 8192  # of one log line at a time
 PARENT_WATCH_SECONDS = 0.5
+LOOK_SECONDS = 0.25
+"""A signal that comes just before a wait, or to another thread, does not end it: its handler runs later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +146,15 @@ class Supervisor:
 
     def _next_event(self, timeout_seconds: float | None) -> "_Died | signal.Signals | None":
         """A death that counts, a signal, or None when the time is up."""
-        try:
-            event = self._events.get(timeout=timeout_seconds)
-        except queue.Empty:
-            return None
+        until = math.inf if timeout_seconds is None else self._clock() + timeout_seconds
+        while True:
+            left = max(0.0, until - self._clock())
+            try:
+                event = self._events.get(timeout=min(left, LOOK_SECONDS))
+                break
+            except queue.Empty:
+                if left <= LOOK_SECONDS:
+                    return None
         if isinstance(event, _Died):
             child = self._children[event.name]
             assert child.process is not None, event
