@@ -5,12 +5,12 @@ For tests and benchmarks of every backend. Pools are filled with NaN except wher
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kernels.batch import KvLayer, PagedBatch
+from kernels.batch import KvLayer, LastQueries, PagedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,23 @@ class PagedProblem:
     def copy_of_kv(self) -> KvLayer:
         """The pool as it is before the step, for one more run of the same problem."""
         return KvLayer(k=self.kv.k.clone(), v=self.kv.v.clone())
+
+    def last_queries(self, spans: list[int]) -> LastQueries:
+        """The last token of each of these spans."""
+        batch = self.batch
+        tokens = batch.q_indptr[torch.tensor(spans, dtype=torch.long) + 1] - 1
+        queries = replace(
+            batch,
+            rows=batch.rows[spans],
+            kv_lens=batch.kv_lens[spans],
+            q_indptr=torch.arange(len(spans) + 1, dtype=torch.int32),
+            positions=batch.positions[tokens.long()],
+            num_decode=len(spans),
+            rows_host=[batch.rows_host[span] for span in spans],
+            kv_lens_host=[batch.kv_lens_host[span] for span in spans],
+            q_lens_host=[1] * len(spans),
+        )
+        return LastQueries(tokens, queries)
 
 
 def random_paged_problem(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.batch import KvLayer, LastQueries
+from kernels.batch import KvLayer
 from kernels.cpu.library import cpu_library
 from kernels.testing import PagedProblem, random_paged_problem
 from worker.execution.cpu_model import CpuModel, cpu_model, cpu_parts
@@ -61,23 +61,6 @@ def batches(draw: st.DrawFn) -> tuple[list[tuple[int, int]], list[int]]:
     return decodes + chunks or [(3, 3)], [*range(num_decode), *ends]
 
 
-def last_of(problem: PagedProblem, sampled: list[int]) -> LastQueries:
-    batch = problem.batch
-    tokens = batch.q_indptr[torch.tensor(sampled, dtype=torch.long) + 1] - 1
-    spans = replace(
-        batch,
-        rows=batch.rows[sampled],
-        kv_lens=batch.kv_lens[sampled],
-        q_indptr=torch.arange(len(sampled) + 1, dtype=torch.int32),
-        positions=batch.positions[tokens.long()],
-        num_decode=len(sampled),
-        rows_host=[batch.rows_host[span] for span in sampled],
-        kv_lens_host=[batch.kv_lens_host[span] for span in sampled],
-        q_lens_host=[1] * len(sampled),
-    )
-    return LastQueries(tokens, spans)
-
-
 def problem_of(spans: list[tuple[int, int]]) -> PagedProblem:
     return random_paged_problem(
         q_lens=[new for new, _ in spans],
@@ -105,7 +88,7 @@ def test_tokens_that_are_read_have_the_bits_of_a_whole_last_layer(
     spans, sampled = batch
     problem = problem_of(spans)
     whole, pruned = pool_of(problem), pool_of(problem)
-    last, ids = last_of(problem, sampled), ids_of(problem)
+    last, ids = problem.last_queries(sampled), ids_of(problem)
     expected = FAST.forward_paged(ids, problem.batch, whole)
     found = FAST.forward_paged(ids, problem.batch, pruned, last)
     tokens = last.tokens.long()
@@ -123,7 +106,7 @@ def test_nothing_behind_k_and_v_is_computed_for_the_others(sampled: list[int]) -
     nan = torch.full((CONFIG.hidden_size,), float("nan"))
     model.layers[-1] = replace(model.layers[-1], mlp_norm=nan)
     problem = problem_of([(9, 20), (12, 12), (30, 31)])
-    last = last_of(problem, sampled)
+    last = problem.last_queries(sampled)
     found = fast(model).forward_paged(ids_of(problem), problem.batch, pool_of(problem), last)
     broken = (~found.isfinite()).any(dim=1).nonzero().flatten().tolist()
     assert broken == last.tokens.tolist() == [20] * len(sampled)
@@ -132,6 +115,6 @@ def test_nothing_behind_k_and_v_is_computed_for_the_others(sampled: list[int]) -
 @pytest.mark.parametrize("tokens", [[3, 1], [2, 2], [-1, 2], [2, 9]])
 def test_tokens_that_are_not_ascending_ones_of_the_step_are_a_bug(tokens: list[int]) -> None:
     problem = problem_of([(4, 4), (5, 5)])
-    last = replace(last_of(problem, [0, 1]), tokens=torch.tensor(tokens, dtype=torch.int32))
+    last = replace(problem.last_queries([0, 1]), tokens=torch.tensor(tokens, dtype=torch.int32))
     with pytest.raises(AssertionError, match="ascending"):
         FAST.forward_paged(ids_of(problem), problem.batch, pool_of(problem), last)

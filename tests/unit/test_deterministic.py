@@ -6,7 +6,6 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so befo
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from kernels.batch import LastQueries
 from kernels.cpu.library import cpu_library
 from kernels.invariant_backend import InvariantBackend
 from kernels.invariant_matmul import invariant_matmul
@@ -130,30 +128,12 @@ def test_a_last_layer_for_some_tokens_leaves_them_the_bits_of_a_whole_one(
             scale=problem.scale,
             capture=False,
         )
-        last = last_of(problem, spans) if spans is not None else None
+        last = problem.last_queries(spans) if spans is not None else None
         found.append(graphs.run(inputs.clone(), batch, last).clone())
     whole, two, one = found
     assert torch.equal(two[[0, 5]], whole[[0, 5]])
     assert torch.equal(one[3], whole[3])
     assert not torch.equal(one[5], whole[5]), "it is not read, so it is not computed"
-
-
-def last_of(problem: PagedProblem, spans: list[int]) -> LastQueries:
-    """The last token of each of these spans."""
-    batch = problem.batch
-    tokens = batch.q_indptr[torch.tensor(spans) + 1] - 1
-    queries = replace(
-        batch,
-        rows=batch.rows[spans],
-        kv_lens=batch.kv_lens[spans],
-        q_indptr=torch.arange(len(spans) + 1, dtype=torch.int32),
-        positions=batch.positions[tokens.long()],
-        num_decode=len(spans),
-        rows_host=[batch.rows_host[span] for span in spans],
-        kv_lens_host=[batch.kv_lens_host[span] for span in spans],
-        q_lens_host=[1] * len(spans),
-    )
-    return LastQueries(tokens, queries)
 
 
 def answers(runner: Any, page_size: int, requests: Sequence[Request], max_step_tokens: int) -> list[Answer]:

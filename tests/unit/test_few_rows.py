@@ -1,9 +1,7 @@
 """Products of few rows through Triton's interpreter: a norm spread over two products, splits, padding."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before the imports below
 
@@ -121,15 +119,9 @@ print(kernel.asm["ptx"].count("cp.async.cg"))
 """
 
 
-def test_a_wait_within_the_loop_leaves_its_loads_asynchronous(tmp_path: Path):
+def test_a_wait_within_the_loop_leaves_its_loads_asynchronous(
+    run_on_absent_gpu: Callable[[str], list[str]],
+):
     """Compiled for a GPU that is not there: weights are asked for turns ahead, beside and before the wait."""
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": ":".join(sys.path),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) > 0
+    (copies,) = run_on_absent_gpu(PROGRAM)
+    assert int(copies) > 0

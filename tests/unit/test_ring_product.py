@@ -3,9 +3,7 @@
 Its results are tested on a GPU (tests/gpu/test_ring_product_gpu.py): Gluon has no interpreter.
 """
 
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -103,21 +101,12 @@ print("bar.sync" in before.rpartition("wgmma.wait_group")[2])
 """
 
 
-def test_it_compiles_here_and_in_a_process(tmp_path: Path):
+def test_it_compiles_here_and_in_a_process(run_on_absent_gpu: Callable[[str], list[str]]):
     """With the instructions that it is for; what a process compiled is found in the cache."""
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": ":".join(sys.path),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    compiled, instructions, is_together = done.stdout.splitlines()
+    compiled, instructions, is_together = run_on_absent_gpu(PROGRAM)
     products, copies, waits = map(int, instructions.split())
     assert products > 0, "no product by warp groups"
     assert copies > 0, "no copy by the copy engine"
     assert waits > 0, "nobody waits for the kernel before"
     assert is_together == "True", "a slot is told to be free that the other warp group still reads"
-    assert compiled == "[True] ['ring_kernel']", done.stderr[-2000:]
+    assert compiled == "[True] ['ring_kernel']"
