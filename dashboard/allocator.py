@@ -37,7 +37,8 @@ def settle() -> None:
         choose(parameter, value)
 
 
-NAMES = 131_072  # more than its table has room for, beside those of Streamlit and what it imports
+NAMES = 40_000  # with those below more than fit beside those of Streamlit and all that it imports
+LATER_NAMES = 25_000  # of what is imported with the first tabs, and room
 
 
 def set_apart() -> None:
@@ -51,12 +52,15 @@ def settle_names() -> None:
     """Gives Python's table of interned strings the size at which it stays.
 
     Names that came and went leave holes that are not filled. When there is no room left the table is made
-    anew for three times the names alive: 2 MiB more, after an hour of tabs. With this it happens now.
+    anew for three times the names alive: 2 MiB more, after an hour of tabs. With this it happens now, for
+    those that are alive then, too.
     """
     if sys.version_info[:2] == (3, 12):
         return  # a name stays for ever there
+    alive = [sys.intern(f"a name of nobody {number}") for number in range(LATER_NAMES)]
     for number in range(NAMES):
-        sys.intern(f"a name of nobody {number}")
+        sys.intern(f"comes and goes {number}")
+    del alive
 
 
 async def keep_tidy() -> None:
