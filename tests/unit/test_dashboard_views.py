@@ -306,7 +306,7 @@ def test_figures_are_struck_while_the_map_is_stale(
         wait_until(lambda: (one := pages.follower("")) is not None and one.live_map.is_whole)
         follower = pages.follower("")
         assert follower is not None
-        follower.end()
+        follower.join()  # a message on its way would be heard at the later time
         now[0] = 10.0
         wait_until(lambda: follower.status.kind == "stale")
         shown = figures_of(run("page_map"))
