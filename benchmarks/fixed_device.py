@@ -61,7 +61,7 @@ class FixedDevice:
             self._pages[np.asarray(rows), np.asarray(indexes)] = np.asarray(ids)
         if self._step_seconds:
             for _ in range(LAUNCH_CALLS):
-                time.sleep(0)
+                time.sleep(0)  # not a wait: lets go of the interpreter, as each call of a real launch does
         self._free = max(self._free, time.perf_counter()) + self._step_seconds
         return FixedStep(step, self._free)
 

@@ -82,11 +82,6 @@ class History:
         return len(self._segments)
 
     @property
-    def num_entries(self) -> int:
-        """Moments held."""
-        return sum(len(segment.entries) for segment in self._segments)
-
-    @property
     def start_ms(self) -> float | None:
         """The oldest moment that can be shown."""
         return self._segments[0].start_ms if self._segments else None

@@ -126,7 +126,7 @@ class AsyncTokenStream:
                 if was_closed and not _is_being_cancelled():
                     raise _closed() from None
                 raise
-            except BaseException:  # an event is out of order: nothing of the call may go on
+            except BaseException:  # an event out of order, or whatever else: raised again, and the call ends
                 self.close()
                 raise
             else:
