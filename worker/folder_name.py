@@ -31,7 +31,8 @@ class FolderName:
             except OSError as error:
                 os.close(lock)
                 if not isinstance(error, BlockingIOError):
-                    raise
+                    why = f"no file can be locked there ({error.strerror})"  # some network file systems
+                    raise OSError(error.errno, why) from error
             else:
                 self._lock, self.name = lock, name
                 return

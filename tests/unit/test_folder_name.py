@@ -1,5 +1,8 @@
 """Live workers of one id share a folder, and none takes another's name."""
 
+import errno
+import fcntl
+import os
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -40,6 +43,22 @@ def test_more_workers_than_names_are_an_error(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         FolderName("w").take(tmp_path / "none")
+
+
+def test_a_folder_without_locks_is_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(lock: int, how: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    name = FolderName("w")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=r"no file can be locked there \(Function not implemented\)") as raised:
+        name.take(tmp_path)
+    assert raised.value.errno == errno.ENOSYS
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert name.name == "w"
 
 
 class Saved:

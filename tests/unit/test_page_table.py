@@ -8,6 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import reference
+from worker.execution import page_table as page_table_module
+from worker.execution.on_the_way import OnTheWay
 from worker.execution.page_table import PageTable, page_ids_of_rows, ragged_slots, slots_of_pages, table_width
 
 CPU = torch.device("cpu")
@@ -146,6 +148,24 @@ def test_rows_are_read_back_for_the_audit() -> None:
     table.write_pages([0, 0, 2], [0, 1, 0], [7, 1, 4])
     assert table.read_rows([2, 0], [1, 4]) == [[8], [14, 15, 2, 3]]
     assert table.read_rows([], []) == []
+
+
+def test_spans_of_any_length_come_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[int] = []
+
+    class Counted(OnTheWay):
+        def __init__(self, tensor: torch.Tensor) -> None:
+            copies.append(len(tensor))
+            super().__init__(tensor)
+
+    monkeypatch.setattr(page_table_module, "OnTheWay", Counted)
+    table = page_table(page_size=2)
+    table.write_pages([0, 0, 2], [0, 1, 0], [7, 1, 4])
+    read = table.begin_read([(0, 1, 3), (2, 0, 0), (2, 0, 1), (0, 0, 2)])
+    table.write_pages([0, 2], [0, 0], [9, 9])  # behind the copy
+    assert read.is_ready()
+    assert read.result() == [[15, 2, 3], [], [8], [14, 15]]
+    assert copies == [6]
 
 
 def test_repointing_a_page_replaces_its_slots() -> None:

@@ -5,6 +5,7 @@ Owns the matrix. Knows nothing of who holds a row or a page; both are decided by
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -74,7 +75,7 @@ class PageTable:
         return [copied[i, :count].tolist() for i, count in enumerate(num_slots)]
 
     def begin_read(self, spans: Sequence[tuple[int, int, int]]) -> "RowsOnTheWay":
-        """Begins to copy slots [first, first + count) of rows, given as (row, first, count); never waits."""
+        """Copies slots [first, first + count) of each (row, first, count), one at least; never waits."""
         return RowsOnTheWay(self.slots, spans)
 
     def _staging(self, num_entries: int) -> Tensor:
@@ -85,18 +86,21 @@ class PageTable:
 
 
 class RowsOnTheWay:
-    """Parts of the page table, copied to the host behind whatever the device was given before."""
+    """Parts of the page table, in one copy to the host behind whatever the device was given before."""
 
     def __init__(self, table: Tensor, spans: Sequence[tuple[int, int, int]]) -> None:
-        self._copies = [OnTheWay(table[row, first : first + count]) for row, first, count in spans]
+        parts = [table[row, first : first + count] for row, first, count in spans]
+        self._ends = list(accumulate(len(part) for part in parts))
+        self._copy = OnTheWay(torch.cat(parts))
 
     def is_ready(self) -> bool:
-        """Whether the copies have arrived."""
-        return all(copy.is_ready() for copy in self._copies)
+        """Whether the copy has arrived."""
+        return self._copy.is_ready()
 
     def result(self) -> list[list[int]]:
-        """The slots of each span; waits for the copies."""
-        return [copy.arrived().tolist() for copy in self._copies]
+        """The slots of each span; waits for the copy."""
+        slots = self._copy.arrived().tolist()
+        return [slots[first:end] for first, end in pairwise([0, *self._ends])]
 
 
 def ragged_slots(table: Tensor, rows: Tensor, kv_lens: Tensor) -> Tensor:
