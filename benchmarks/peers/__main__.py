@@ -3,11 +3,13 @@
     python -m benchmarks.peers --compare random:qwen3-0.6b kvatlas vllm
     python -m benchmarks.peers --compare random:qwen3-0.6b kvatlas mini_sglang \\
         --site mini_sglang=/opt/flashinfer:/opt/mini-sglang/python
+    python -m benchmarks.peers --compare random:qwen3-0.6b kvatlas kvatlas_fp8 kvatlas_deterministic
 
 Each engine has a process and a pool of keys and values in which it can hold every workload without preemption
 or waiting. Their passes alternate, so that what drifts on a machine falls on all. Prints every pass as it
 ends and the ratios at the end; writes one JSON per model in benchmarks/results/, anew after each pass, so
-that what was measured is there whatever happens to the next.
+that what was measured is there whatever happens to the next; its name is variants-MODEL when every engine is
+this one with some options, peers-MODEL otherwise.
 """
 
 import argparse
@@ -17,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.engines import ENGINES, ENVIRONMENT
+from benchmarks.peers.engines import ENGINES, ENVIRONMENT, VARIANTS
 from benchmarks.peers.fleet import Entry, Fleet, Limits, Settings
 from benchmarks.peers.rates import OURS, ratios
 from benchmarks.peers.sizes import device_bytes, pool_tokens
@@ -48,7 +50,8 @@ def compare(
 def _write(model: str, entries: Sequence[Entry], how: Mapping[str, Any], folder: Path) -> Path:
     engines = {entry.engine: entry.found for entry in entries}
     figures = {"how": how, "engines": engines, "ratios": ratios(engines)}
-    name = f"peers-{model.removeprefix('random:')}"
+    kind = "variants" if engines.keys() <= VARIANTS.keys() else "peers"
+    name = f"{kind}-{model.removeprefix('random:')}"
     return write_result(name, figures, ["torch", "triton"], folder, how["device"])
 
 

@@ -1,15 +1,17 @@
 """How each engine is loaded with random weights of a shape, and asked to answer a workload.
 
 An engine is a function: a workload in, the number of output tokens back, when all are on the host. Only
-kvatlas and transformers run on a CPU too. Options are those its own benchmark uses, where it has one, but for
-the pool of keys and values, of one size for all. What an engine needs is imported in its function.
+kvatlas and transformers run on a CPU too. This engine is there with other options as well, for what they cost.
+Options are those its own benchmark uses, where it has one, but for the pool of keys and values, of one size for
+all. What an engine needs is imported in its function.
 """
 
 import importlib.metadata
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,11 @@ class Loaded:
     explain: Callable[[], dict[str, Any]] = field(default=dict)  # more of the last pass, for its row
 
 
-def load_kvatlas(request: Request) -> Loaded:
-    """This engine, as benchmarks/offline.py runs it: pages of 16, one prefix cache for all passes."""
+def load_kvatlas(request: Request, variant: Mapping[str, Any]) -> Loaded:
+    """This engine, as benchmarks/offline.py runs it: pages of 16, one prefix cache for all passes.
+
+    `variant`: options of WorkerConfig that are not the default's.
+    """
     from benchmarks.offline import Engine, Tally
     from worker.config import WorkerConfig
 
@@ -52,6 +57,7 @@ def load_kvatlas(request: Request) -> Loaded:
         "max_running": MAX_SEQUENCES,
         "max_batch_tokens": STEP_TOKENS,
         "max_context": MAX_CONTEXT,
+        **variant,
     }
     engine = Engine(WorkerConfig(model=request.model, device=request.device, **options))
     last: deque[Tally] = deque(maxlen=1)
@@ -196,8 +202,16 @@ def load_transformers(request: Request) -> Loaded:
     return Loaded(generate, {"attention": config._attn_implementation})
 
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "kvatlas": {},
+    "kvatlas_fp8_weights": {"weight_dtype": "fp8"},
+    "kvatlas_fp8": {"weight_dtype": "fp8", "kv_dtype": "fp8"},
+    "kvatlas_deterministic": {"deterministic": True},
+}
+"""This engine by its options."""
+
 ENGINES: dict[str, Callable[[Request], Loaded]] = {
-    "kvatlas": load_kvatlas,
+    **{name: partial(load_kvatlas, variant=options) for name, options in VARIANTS.items()},
     "vllm": load_vllm,
     "mini_sglang": load_mini_sglang,
     "transformers": load_transformers,

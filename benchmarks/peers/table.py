@@ -11,7 +11,13 @@ from typing import Any
 
 from benchmarks.peers.rates import KINDS, OURS, rates_by_workload, ratios
 
-NAMES = {"vllm": "vLLM", "mini_sglang": "mini-sglang"}
+NAMES = {
+    "vllm": "vLLM",
+    "mini_sglang": "mini-sglang",
+    "kvatlas_fp8_weights": "fp8 weights",
+    "kvatlas_fp8": "fp8 weights and pages",
+    "kvatlas_deterministic": "deterministic",
+}
 
 
 def markdown(engines: Mapping[str, Mapping[str, Any]]) -> str:
