@@ -1,9 +1,9 @@
 """How each engine is loaded with random weights of a shape, and asked to answer a workload.
 
 An engine is a function: a workload in, the number of output tokens back, when all are on the host. Only
-kvatlas and transformers run on a CPU too. This engine is there with other options as well, for what they cost.
-Options are those its own benchmark uses, where it has one, but for the pool of keys and values, of one size for
-all. What an engine needs is imported in its function.
+kvatlas and transformers run on a CPU too. This engine is there with other options as well, for their cost.
+Options are those its own benchmark uses, where it has one, but for the pool of keys and values, of one size
+for all. What an engine needs is imported in its function.
 """
 
 import importlib.metadata
