@@ -1,8 +1,8 @@
 """The workloads that engines are compared on, seeded: the same numbers for every engine and on every path.
 
 offline256 is what nano-vllm and mini-sglang publish: 256 prompts of 100..1024 random ids, 100..1024 output
-tokens each. b1, b8, b64 are so many prompts of 512 ids with 256 output tokens each. No workload has a prompt
-of another one.
+tokens each. b1, b8, b64 are so many prompts of 512 ids with 256 output tokens each. first512 is one prompt of
+so many ids with one output token. No workload has a prompt of another one.
 """
 
 import random
@@ -12,6 +12,7 @@ from kvatlas.models.shapes import SHAPES
 
 LOWEST_ID, HIGHEST_ID = 3, 10_000
 TEMPERATURE = 0.6  # of every workload; EOS is ignored
+FIRST_TOKEN = "first"  # begins the name of a workload that is one first token
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,12 @@ def fixed(num_sequences: int, prompt_tokens: int = 512, output_tokens: int = 256
 
 
 def named(name: str) -> Workload:
-    """offline<n> or b<n>. ValueError for other names."""
+    """offline<n>, b<n> or first<n>. ValueError for other names."""
     if name.startswith("offline"):
         return published(int(name.removeprefix("offline")))
+    if name.startswith(FIRST_TOKEN):
+        length = int(name.removeprefix(FIRST_TOKEN))
+        return replace(fixed(1, length, 1, seed=1000 + length), name=name)
     if name.startswith("b"):
         count = int(name.removeprefix("b"))
         return fixed(count, seed=count)

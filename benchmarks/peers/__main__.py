@@ -28,7 +28,7 @@ from benchmarks.record import RESULTS, device_name, write_result
 from benchmarks.workloads import named
 
 DEFAULT = [["random:qwen3-0.6b", OURS, "vllm"]]
-WORKLOADS = ["b1:3", "b8:3", "b64:3", "offline256:2"]
+WORKLOADS = ["b1:3", "b8:3", "b64:3", "offline256:2", "first512:7", "first3584:7"]
 
 
 def compare(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.rates import KINDS, OURS, rates_by_workload, ratios
+from benchmarks.workloads import FIRST_TOKEN
 
 NAMES = {
     "vllm": "vLLM",
@@ -21,7 +22,10 @@ NAMES = {
 
 
 def markdown(engines: Mapping[str, Mapping[str, Any]]) -> str:
-    """A row per workload and kind of pass: output tokens a second of each engine, ours over each peer."""
+    """A row per workload and kind of pass: output tokens a second of each engine, ours over each peer.
+
+    A workload of one token shows its milliseconds instead.
+    """
     peers = [engine for engine in engines if engine != OURS]
     names = [NAMES.get(peer, peer) for peer in peers]
     heads = ["workload", "pass", OURS, *names, *(f"over {name}" for name in names)]
@@ -32,11 +36,17 @@ def markdown(engines: Mapping[str, Mapping[str, Any]]) -> str:
         for kind in KINDS:
             if kind not in ours:
                 continue
-            cells = [f"{rates[engine].get(workload, {}).get(kind, 0):,.0f}" for engine in (OURS, *peers)]
-            cells += [f"{over[peer].get(workload, {}).get(kind, 0):.2f}" for peer in peers]
-            shown = ["-" if cell in {"0", "0.00"} else cell for cell in cells]
-            lines.append([workload if kind == KINDS[0] else "", kind, *shown])
+            cells = [_rate(workload, rates[engine].get(workload, {}).get(kind)) for engine in (OURS, *peers)]
+            found = [over[peer].get(workload, {}).get(kind) for peer in peers]
+            cells += ["-" if ratio is None else f"{ratio:.2f}" for ratio in found]
+            lines.append([workload if kind == KINDS[0] else "", kind, *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _rate(workload: str, rate: float | None) -> str:
+    if rate is None:
+        return "-"
+    return f"{1000 / rate:.1f} ms" if workload.startswith(FIRST_TOKEN) else f"{rate:,.0f}"
 
 
 def main() -> None:

@@ -11,6 +11,8 @@ from benchmarks.serving_cases import first_token_ms, gaps_ms, percentiles, rate
 from benchmarks.startup import table, timeline
 from benchmarks.workloads import HIGHEST_ID, LOWEST_ID, fixed, id_limit, named, published
 
+NAMES = ("b1", "b8", "b64", "offline256", "first512", "first3584")
+
 
 def test_the_published_workload_is_that_of_the_peers() -> None:
     """144,294 output tokens are in every published figure of this workload."""
@@ -31,9 +33,9 @@ def test_a_renamed_workload_has_the_same_lengths_and_no_common_prefix() -> None:
 
 def test_no_prompt_begins_like_one_of_another_workload_or_pass() -> None:
     """Engines keep their prefix cache over all passes: nothing may be found in it."""
-    passes = [named(name).renamed(n) for name in ("b1", "b8", "b64", "offline256") for n in range(1, 6)]
+    passes = [named(name).renamed(n) for name in NAMES for n in range(1, 8)]
     prompts = [tuple(prompt[:16]) for workload in passes for prompt in workload.prompts]
-    assert len(set(prompts)) == len(prompts) == 5 * (1 + 8 + 64 + 256)
+    assert len(set(prompts)) == len(prompts) == 7 * (1 + 8 + 64 + 256 + 1 + 1)
 
 
 def test_ids_stay_within_a_small_vocabulary() -> None:
@@ -44,6 +46,9 @@ def test_ids_stay_within_a_small_vocabulary() -> None:
 
 def test_workloads_have_names() -> None:
     assert [len(named(name).prompts) for name in ("b1", "b8", "offline32")] == [1, 8, 32]
+    first = named("first512")
+    assert first.name == "first512"
+    assert ([len(prompt) for prompt in first.prompts], first.output_tokens) == ([512], [1])
     with pytest.raises(ValueError, match="no workload is called 'c4'"):
         named("c4")
 

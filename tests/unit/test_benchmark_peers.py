@@ -206,6 +206,12 @@ def test_a_table_has_a_dash_where_an_engine_has_no_pass() -> None:
     ]
 
 
+def test_a_first_token_is_told_in_milliseconds() -> None:
+    row = {"workload": "first512", "pass": 1, "tokens_per_second": 400.0}
+    engines = {"kvatlas": {"rows": [row]}, "vllm": {"rows": [row | {"tokens_per_second": 100.0}]}}
+    assert markdown(engines).splitlines()[2:] == ["| first512 | first | 2.5 ms | 10.0 ms | 4.00 |"]
+
+
 def test_a_process_that_dies_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     process = EngineProcess("no-engine", "random:tiny", "cpu", 64, tmp_path / "log")
     assert process.ready(60.0) is None
