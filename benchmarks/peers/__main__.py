@@ -40,7 +40,7 @@ def compare(
         for entry in fleet.passes(model, workloads):
             if "ended" not in entry.found:
                 row = entry.found["rows"][-1]
-                rate = f"{row['tokens_per_second']:,.0f}/s in {row['seconds']} s"
+                rate = f"{row['tokens_per_second']:,.0f}/s in {row['seconds']:.4g} s"
                 print(entry.name, row["workload"], "pass", row["pass"], rate, flush=True)
             _write(model, entries, how, folder)
         fleet.end(model)

@@ -246,6 +246,6 @@ def timed(generate: Generate, workload: Workload) -> dict[str, Any]:
         "workload": workload.name,
         "prompt_tokens": workload.prompt_tokens,
         "output_tokens": tokens,
-        "seconds": round(seconds, 3),
-        "tokens_per_second": round(tokens / seconds, 1),
+        "seconds": round(seconds, 5),
+        "tokens_per_second": round(tokens / seconds, 3),
     }
