@@ -10,10 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-import uvicorn
-
-from dashboard import allocator, process
+from dashboard import allocator
 from dashboard.config import ConfigError, DashboardConfig, from_args, wants_print
 from kvatlas.log_lines import LineFormatter
 from kvatlas.start_failures import start_reason
@@ -22,6 +21,9 @@ USAGE_STATUS, START_STATUS = 2, 1
 PARENT_WATCH_SECONDS = 0.5
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 GRACE_SECONDS = 3  # for open sockets, when it ends
+
+if TYPE_CHECKING:
+    from uvicorn import Server
 
 logger = logging.getLogger("dashboard")
 
@@ -48,6 +50,8 @@ def main(arguments: Sequence[str]) -> int:
             "event=start_failed reason=%s why=%r", start_reason(error), f"listen {config.listen}: {why}"
         )
         return START_STATUS
+    from dashboard import process
+
     allocator.settle()
     process.install(config)
     return asyncio.run(_serve(config, listener))
@@ -67,6 +71,8 @@ def _listen(config: DashboardConfig) -> socket.socket:
 
 
 async def _serve(config: DashboardConfig, listener: socket.socket) -> int:
+    import uvicorn
+
     from dashboard.web import make_app  # imports Streamlit: a wrong flag should not take seconds
 
     server = uvicorn.Server(
@@ -95,7 +101,7 @@ async def _serve(config: DashboardConfig, listener: socket.socket) -> int:
     return 0 if server.started else START_STATUS
 
 
-async def _tell_when_ready(server: uvicorn.Server, config: DashboardConfig, port: int) -> None:
+async def _tell_when_ready(server: "Server", config: DashboardConfig, port: int) -> None:
     while not server.started:
         await asyncio.sleep(0.02)
     host = f"[{config.host}]" if ":" in config.host else config.host
@@ -108,7 +114,7 @@ async def _tell_when_ready(server: uvicorn.Server, config: DashboardConfig, port
         aside.replace(path)
 
 
-async def _watch_parent(pid: int, server: uvicorn.Server) -> None:
+async def _watch_parent(pid: int, server: "Server") -> None:
     while pid and os.getppid() == pid:
         await asyncio.sleep(PARENT_WATCH_SECONDS)
     if pid:

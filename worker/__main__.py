@@ -35,6 +35,7 @@ logger = logging.getLogger("worker")
 
 def main(arguments: Sequence[str]) -> int:
     """Runs a worker until a signal; returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `Signals`: an import that breaks off is no news
     try:
         config = from_args(arguments)
     except ConfigError as error:

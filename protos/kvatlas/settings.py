@@ -39,7 +39,7 @@ class OneLineParser(argparse.ArgumentParser):
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flags = [each for each in self._option_string_actions if each.startswith("--")]
-            meant = _meant(unknown[0].partition("=")[0], flags)
+            meant = _meant(unknown[0].partition("=")[0], flags, "--")
             self.error(f"not understood: {' '.join(unknown)}{meant}")
         return known, unknown
 

@@ -130,6 +130,7 @@ def test_numbers_of_variables_and_files_are_looked_at_too(tmp_path: Path) -> Non
     ("arguments", "sentence"),
     [
         (["serve", "--lisen", "x:1"], "serve: not understood: --lisen x:1; did you mean --listen?"),
+        (["pull", "--model", "x"], "pull: not understood: --model"),
         (["pages", "now"], "pages: not understood: now"),
         (["pages", "--width", "x"], "pages: argument --width: 'x' is not a whole number"),
     ],
@@ -250,6 +251,22 @@ def test_help_loads_nothing_slow() -> None:
 )
 def test_every_kind_of_failure_has_its_exit_code(error: Exception, code: int | None) -> None:
     assert exits.code_of(error) == code
+
+
+@pytest.mark.parametrize("late", ["kvatlas.cli.config", "kvatlas.cli.pages"])
+def test_an_interrupt_while_modules_are_read_is_no_traceback(late: str) -> None:
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == '{late}': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from kvatlas.cli.__main__ import main\n"
+        "sys.exit(main(['pages']))"
+    )
+    environment = {"PYTHONPATH": str(ROOT / "protos")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (exits.INTERRUPTED, "")
 
 
 @pytest.mark.parametrize(("module", "extra"), [("matplotlib", "pictures"), ("grpc", "cli"), ("rich", "cli")])

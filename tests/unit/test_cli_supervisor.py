@@ -35,6 +35,7 @@ def say(text):
     with open(folder + "/log", "a") as log: log.write(name + " " + text + "\\\\n")
 def on_term(*_):
     say("term")
+    while mode == "last" and "second term" not in open(folder + "/log").read(): time.sleep(0.01)
     if mode != "stubborn": sys.exit(0)
 signal.signal(signal.SIGTERM, on_term)
 if mode == "exit3": sys.exit(3)
@@ -52,7 +53,7 @@ supervisor.install_signals()
 supervisor.watch_parent(os.getppid())
 def ready():
     log = folder / "log"
-    return log.exists() and log.read_text().count(" up ") >= 2
+    return log.exists() and log.read_text().count(" up ") >= 2 and sys.argv[2] != "last"
 def take_a_signal():
     while not (folder / "signal").exists(): time.sleep(0.01)
     signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
@@ -121,6 +122,16 @@ def test_a_signal_ends_the_children_in_order_and_leaves_none(start: Callable[...
     assert code == 0
     assert [line for line in run.log() if "term" in line] == ["first term", "second term"]
     assert not any(psutil.pid_exists(pid) for pid in run.pids("first") + run.pids("second"))
+
+
+def test_before_they_are_ready_all_children_are_told_at_once(start: Callable[..., Run]) -> None:
+    run = start("last")  # ends once the second was told, and is never ready
+    wait_for(lambda: run.pids("first") and run.pids("second"), "both are up")
+    run.process.send_signal(signal.SIGINT)
+    code, text = run.end()
+    assert code == 130
+    assert sorted(line for line in run.log() if "term" in line) == ["first term", "second term"]
+    assert "killed" not in text
 
 
 def test_a_signal_that_does_not_wake_the_main_thread_is_heard_soon(start: Callable[..., Run]) -> None:

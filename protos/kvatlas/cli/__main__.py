@@ -1,11 +1,12 @@
-"""`kvatlas` and `python -m kvatlas.cli`: settings, then the command's own module, then an exit code."""
+"""`kvatlas` and `python -m kvatlas.cli`: settings, then the command's own module, then an exit code.
+
+Nothing of ours is imported before `main` catches Ctrl-C: it may come while Python still reads modules.
+"""
 
 import importlib
 import os
 import sys
 from collections.abc import Sequence
-
-from kvatlas.cli import config, exits
 
 EXTRAS = {"matplotlib": "pictures", "huggingface_hub": "hub"}
 """Of packages that only some commands need; the others are in kvatlas[cli]."""
@@ -13,15 +14,17 @@ EXTRAS = {"matplotlib": "pictures", "huggingface_hub": "hub"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    config.prepare_environment()
     try:
+        from kvatlas.cli import config, exits
+
+        config.prepare_environment()
         settings = config.read(sys.argv[1:] if arguments is None else arguments)
         command = importlib.import_module(f"kvatlas.cli.{settings.command}")
         code: int = command.run(settings)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        return exits.INTERRUPTED
+        return 130  # exits.INTERRUPTED, which may not be there yet
     except BrokenPipeError:
         # Who read our output has left. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

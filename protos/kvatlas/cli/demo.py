@@ -58,6 +58,9 @@ def run(settings: Namespace) -> int:
                 _show(client, settings, started)
             if settings.keep or (sys.stdin.isatty() and sys.stdout.isatty()):
                 _keep(server, facts["address"], folder)
+        except KeyboardInterrupt:
+            _stop(server)
+            raise
         except BaseException:
             _stop(server)
             print(_tail(folder), file=sys.stderr)

@@ -217,15 +217,23 @@ class Supervisor:
         self._events.put(_Died(name, process.pid, process.wait()))
 
     def _end_all(self) -> None:
-        """One child after the other: SIGTERM, patience, SIGKILL. A further signal speeds it up."""
-        for child in self._children.values():
-            if child.process is not None:
-                self._end(child)
+        """One child after the other: SIGTERM, patience, SIGKILL. A further signal speeds it up.
 
-    def _end(self, child: _Child) -> None:
+        Before they are ready they serve nobody, and all are told at once.
+        """
+        running = [child for child in self._children.values() if child.process is not None]
+        if not self._is_ready:
+            for child in running:
+                _terminate(child)
+        for child in running:
+            if self._is_ready:
+                _terminate(child)
+            self._await_end(child)
+
+    def _await_end(self, child: _Child) -> None:
         process = child.process
-        assert process is not None
-        process.terminate()
+        if process is None:
+            return
         until, num_signals = self._clock() + child.spec.end_seconds, 0
         while child.process is not None and (left := until - self._clock()) > 0:
             event = self._next_event(left)
@@ -240,6 +248,11 @@ class Supervisor:
             _kill(process)
             while child.process is not None and self._clock() < until + KILL_SECONDS:
                 self._next_event(0.1)
+
+
+def _terminate(child: _Child) -> None:
+    if child.process is not None:
+        child.process.terminate()
 
 
 def _hurry(process: "subprocess.Popen[bytes]") -> None:
