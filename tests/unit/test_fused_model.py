@@ -74,7 +74,7 @@ def test_decode_inputs_reads_the_last_token_of_each_row():
 def test_our_own_products_take_dense_weights_of_two_bytes_as_far_as_measured():
     config = toy_config()
     small = toy_model(config, dtype=torch.bfloat16)
-    assert OwnRows.of(small) == OwnRows(chain=64, gated=64, dependent=64)
+    assert OwnRows.of(small) == OwnRows(chain=64, gated=64, dependent=256)
     assert OwnRows.of(toy_model(config)) == OwnRows(chain=1, gated=0, dependent=0)
     small.head = lambda x: x  # some other implementation
     assert OwnRows.of(small) == OwnRows(chain=0, gated=0, dependent=0)

@@ -57,7 +57,7 @@ class OwnRows:
             return cls(0, 0, dependent)
         if _dense(model.embedding).element_size() != 2:
             return cls(1, 0, 0)
-        return cls(64, 64, 64)
+        return cls(64, 64, 256)
 
 
 class FusedModel:
@@ -79,7 +79,7 @@ class FusedModel:
         return num_rows <= self._own_rows.chain
 
     def is_chain(self, num_rows: int) -> bool:
-        """Whether its kernels are all ours and gain by beginning early: dependent launches."""
+        """Whether those of its kernels that are ours gain by beginning early: dependent launches."""
         return num_rows <= self._own_rows.dependent
 
     def decode(self, residual: Tensor, kv: Sequence[KvLayer], attend: AttendProduct) -> Tensor:
