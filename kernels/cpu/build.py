@@ -10,7 +10,6 @@ import logging
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -18,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from kernels.compilers import run_compilers
 from kernels.config import cache_folder
 
 log = logging.getLogger(__name__)
@@ -125,23 +125,12 @@ def _compile(compiler: str, flags: Sequence[str], library: Path) -> str | None:
 
 
 def _run_all(commands: Sequence[Sequence[str]]) -> str | None:
-    """What went wrong, of the last that did. No compiler outlives it, whatever ends it."""
-    running: list[subprocess.Popen[str]] = []
-    error = None
+    """What went wrong, of the last that did."""
     try:
-        for command in commands:
-            # A group of its own: a compiler is several processes, and ends with all of them or goes on.
-            running.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0))
-        for process in running:
-            try:
-                _, stderr = process.communicate(timeout=_BUILD_SECONDS)
-            except subprocess.TimeoutExpired:
-                return f"not done after {_BUILD_SECONDS} s"
-            if process.returncode != 0:
-                error = " ".join(stderr.split())[:400] or f"exit status {process.returncode}"
-    finally:
-        for process in running:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
-    return error
+        done = run_compilers(commands, _BUILD_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"not done after {_BUILD_SECONDS} s"
+    failed = [each for each in done if each.returncode != 0]
+    if not failed:
+        return None
+    return " ".join(failed[-1].stderr.split())[:400] or f"exit status {failed[-1].returncode}"

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from kernels.compilers import run_compilers
 from kernels.config import cache_folder
 from kernels.paged_cuda.shape import BLOCK_SIZES
 
@@ -103,9 +104,7 @@ def _compile(compiler: str, shape: Specialization, architecture: str, library: P
             str(built),
         ]
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=False
-            )
+            (done,) = run_compilers([command], _BUILD_SECONDS)
         except subprocess.TimeoutExpired:
             raise BuildError(f"nvcc did not end within {_BUILD_SECONDS} s: {' '.join(command)}") from None
         report = done.stderr + done.stdout
