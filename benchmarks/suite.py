@@ -25,16 +25,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SMALL, LARGE = "random:qwen3-0.6b", "random:llama-3.1-8b"
+VARIANTS = "kvatlas kvatlas_fp8_weights kvatlas_fp8 kvatlas_deterministic"
 PYTEST = "python -m pytest -v --tb=short -p no:cacheprovider --timeout 0 --maxfail 5"
 # As `make memcheck`: a read past a tensor would hit the next one of the caching allocator.
 MEMCHECK = (
     "env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no"
     " --target-processes all --error-exitcode 9 --launch-timeout 0"
 )
+EAGER = "not graph and not captured and not chain"  # graphs need the caching allocator
 TESTS = Path(__file__).resolve().parents[1] / "tests" / "gpu"
 # The longest first, so that none begins last.
 KERNEL_TESTS = ("attention", "sample_kernel", "paged_cuda", "small_kernels")
-MEMCHECKED = ("attention", "sample_kernel", "small_kernels")
+MEMCHECKED = (
+    "attention",
+    "decode_product",
+    "decode_stretches",
+    "ring_product",
+    "sample_kernel",
+    "small_kernels",
+)
 LONG_ENGINE_TESTS = ("engine", "fp8")
 AT_ONCE = 4  # processes of a stage of tests
 
@@ -70,7 +79,7 @@ def _alone(name: str, command: str, usual_s: int, limit_s: int) -> Stage:
 
 
 def _memcheck(test: str) -> str:
-    return f"{MEMCHECK} {PYTEST} -m 'gpu and not slow' -k 'not graph and not captured' {_file(test)}"
+    return f"{MEMCHECK} {PYTEST} -m 'gpu and not slow' -k '{EAGER}' {_file(test)}"
 
 
 STAGES: tuple[Stage, ...] = (
@@ -81,8 +90,8 @@ STAGES: tuple[Stage, ...] = (
     _alone("startup-0.6b", f"startup --model {SMALL}", 60, 150),
     _alone("startup-8b", f"startup --model {LARGE}", 90, 200),
     _alone("serving", f"serving --model {SMALL}", 150, 300),
-    _alone("fp8-8b", f"offline --model {LARGE} --weight-dtype fp8 --kv-dtype fp8", 70, 150),
-    _alone("deterministic-0.6b", f"offline --model {SMALL} --deterministic", 50, 120),
+    _alone("variants-0.6b", f"peers --compare {SMALL} {VARIANTS}", 110, 200),
+    _alone("variants-8b", f"peers --compare {LARGE} {VARIANTS}", 250, 400),
     _alone("observation", f"observation --device cuda --model {SMALL}", 110, 240),
     _alone("backends", "kernels.backends", 150, 300),
 )
