@@ -75,18 +75,25 @@ def rotary_store(
 
 
 @triton.jit
-def _norm_rotate(source, heads, half, mask, norm, cos, sin, eps, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
-    at = source + heads[:, None] * (2 * HALF) + half[None, :]
-    low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+def _pair(at, mask, HALF: tl.constexpr):
+    return tl.load(at, mask=mask, other=0.0), tl.load(at + HALF, mask=mask, other=0.0)
+
+
+@triton.jit
+def _gains(norm, half, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Of both halves of a head; without a norm numbers that nobody reads."""
+    return _pair(norm + half, half < HALF, HALF) if HAS_NORM else (half, half)
+
+
+@triton.jit
+def _norm_rotated(low, high, gains, cos, sin, eps, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
+    low = low.to(tl.float32)
+    high = high.to(tl.float32)
     if HAS_NORM:
-        half_ok = half < HALF
         square = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF)
         scale = 1.0 / tl.sqrt(square + eps)
-        weight_low = tl.load(norm + half, mask=half_ok, other=0.0).to(tl.float32)
-        weight_high = tl.load(norm + HALF + half, mask=half_ok, other=0.0).to(tl.float32)
-        low = low * scale[:, None] * weight_low[None, :]
-        high = high * scale[:, None] * weight_high[None, :]
+        low = low * scale[:, None] * gains[0].to(tl.float32)[None, :]
+        high = high * scale[:, None] * gains[1].to(tl.float32)[None, :]
     return low * cos[None, :] - high * sin[None, :], high * cos[None, :] + low * sin[None, :]
 
 
@@ -126,30 +133,37 @@ def _rotary_store_kernel(
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    slot = tl.load(slots + token).to(tl.int64)
-    position = tl.load(positions + token).to(tl.int64)
     half = tl.arange(0, HALF_PADDED)
     half_ok = half < HALF
-    cos = tl.load(cos_sin + position * cos_sin_stride + half, mask=half_ok, other=0.0)
-    sin = tl.load(cos_sin + position * cos_sin_stride + HALF + half, mask=half_ok, other=0.0)
-    source = qkv + token * qkv_stride
+    if PDL:
+        gdc_launch_dependents()
+    q_gains = _gains(q_norm, half, HALF, HAS_NORM)
+    k_gains = _gains(k_norm, half, HALF, HAS_NORM)
+    if PDL:
+        gdc_wait()
+    # All that needs no other load is asked for before the first store: none may pass a store afterwards.
+    slot = tl.load(slots + token).to(tl.int64)
+    position = tl.load(positions + token).to(tl.int64)
     heads = tl.arange(0, HEADS_PADDED)
     mask = (heads < HEADS)[:, None] & half_ok[None, :]
-    low, high = _norm_rotate(source, heads, half, mask, q_norm, cos, sin, eps, HALF, HAS_NORM)
-    at = out_q + token * (HEADS * 2 * HALF) + heads[:, None] * (2 * HALF) + half[None, :]
-    tl.store(at, low.to(out_q.dtype.element_ty), mask=mask)
-    tl.store(at + HALF, high.to(out_q.dtype.element_ty), mask=mask)
+    in_heads = heads[:, None] * (2 * HALF) + half[None, :]
     kv_heads = tl.arange(0, KV_HEADS_PADDED)
     kv_mask = (kv_heads < KV_HEADS)[:, None] & half_ok[None, :]
+    in_kv_heads = kv_heads[:, None] * (2 * HALF) + half[None, :]
+    source = qkv + token * qkv_stride
     k_source = source + HEADS * 2 * HALF
-    low, high = _norm_rotate(k_source, kv_heads, half, kv_mask, k_norm, cos, sin, eps, HALF, HAS_NORM)
-    k_at = k_pool + slot * k_stride + kv_heads[:, None] * (2 * HALF) + half[None, :]
-    tl.store(k_at, stored(low, k_inverse, k_pool), mask=kv_mask)
-    tl.store(k_at + HALF, stored(high, k_inverse, k_pool), mask=kv_mask)
-    v_source = k_source + KV_HEADS * 2 * HALF + kv_heads[:, None] * (2 * HALF) + half[None, :]
-    v_at = v_pool + slot * v_stride + kv_heads[:, None] * (2 * HALF) + half[None, :]
-    tl.store(v_at, stored(tl.load(v_source, mask=kv_mask), v_inverse, v_pool), mask=kv_mask)
-    tl.store(v_at + HALF, stored(tl.load(v_source + HALF, mask=kv_mask), v_inverse, v_pool), mask=kv_mask)
+    q_low, q_high = _pair(source + in_heads, mask, HALF)
+    k_low, k_high = _pair(k_source + in_kv_heads, kv_mask, HALF)
+    v_low, v_high = _pair(k_source + KV_HEADS * 2 * HALF + in_kv_heads, kv_mask, HALF)
+    cos, sin = _pair(cos_sin + position * cos_sin_stride + half, half_ok, HALF)
+    low, high = _norm_rotated(q_low, q_high, q_gains, cos, sin, eps, HALF, HAS_NORM)
+    at = out_q + token * (HEADS * 2 * HALF) + in_heads
+    tl.store(at, low.to(out_q.dtype.element_ty), mask=mask)
+    tl.store(at + HALF, high.to(out_q.dtype.element_ty), mask=mask)
+    low, high = _norm_rotated(k_low, k_high, k_gains, cos, sin, eps, HALF, HAS_NORM)
+    at = k_pool + slot * k_stride + in_kv_heads
+    tl.store(at, stored(low, k_inverse, k_pool), mask=kv_mask)
+    tl.store(at + HALF, stored(high, k_inverse, k_pool), mask=kv_mask)
+    at = v_pool + slot * v_stride + in_kv_heads
+    tl.store(at, stored(v_low, v_inverse, v_pool), mask=kv_mask)
+    tl.store(at + HALF, stored(v_high, v_inverse, v_pool), mask=kv_mask)
