@@ -74,21 +74,25 @@ class StaticPrefill(Protocol):
         """Of `words`, what the graph of `size` tokens reads."""
         ...
 
-    def fill(self, spans: HostSpans, size: int, into: NDArray[np.int32]) -> bool:
-        """The host's part, before each replay of the graph of `size` tokens: all of the words that it reads.
-        Decode spans are left out: their tokens come first, and are attended by somebody else.
-
-        False: it is not for this step, which needs `plan` and `attend` of the backend; `into` is undefined.
+    def num_parts(self, spans: HostSpans) -> int:
+        """Into how many parts a step's keys are cut, each tile's among several programs; 1: not at all, 0: it
+        is not for this step, which needs `plan` and `attend` of the backend.
         """
         ...
 
-    def prepare(self, batch: PagedBatch, size: int) -> bool:
+    def fill(self, spans: HostSpans, size: int, into: NDArray[np.int32]) -> None:
+        """The host's part, before each replay of the graph of `size` tokens: all of the words that it reads.
+        Decode spans are left out: their tokens come first, and are attended by somebody else.
+        """
+        ...
+
+    def prepare(self, batch: PagedBatch, size: int) -> None:
         """`fill`, and sends the words in a copy of their own."""
         ...
 
-    def attend(self, kv: KvLayer, q: Tensor, out: Tensor, *, scale: float) -> None:
+    def attend(self, kv: KvLayer, q: Tensor, out: Tensor, *, scale: float, is_split: bool) -> None:
         """One layer, K and V already stored. q, out [size, num_heads, head_dim]; rows of `out` that are of
-        decode spans or past the step's tokens are left as they are.
+        decode spans or past the step's tokens are left as they are. `is_split`: for steps of several parts.
         """
         ...
 

@@ -175,17 +175,21 @@ class ShortPrefill:
         """See StaticPrefill."""
         return self._inner.num_words(size)
 
-    def fill(self, spans: HostSpans, size: int, into: NDArray[np.int32]) -> bool:
+    def num_parts(self, spans: HostSpans) -> int:
         """See StaticPrefill."""
-        return not is_worth(spans, self._least_pairs) and self._inner.fill(spans, size, into)
+        return 0 if is_worth(spans, self._least_pairs) else self._inner.num_parts(spans)
 
-    def prepare(self, batch: PagedBatch, size: int) -> bool:
+    def fill(self, spans: HostSpans, size: int, into: NDArray[np.int32]) -> None:
         """See StaticPrefill."""
-        return not is_worth(batch, self._least_pairs) and self._inner.prepare(batch, size)
+        self._inner.fill(spans, size, into)
 
-    def attend(self, kv: KvLayer, q: Tensor, out: Tensor, *, scale: float) -> None:
+    def prepare(self, batch: PagedBatch, size: int) -> None:
         """See StaticPrefill."""
-        self._inner.attend(kv, q, out, scale=scale)
+        self._inner.prepare(batch, size)
+
+    def attend(self, kv: KvLayer, q: Tensor, out: Tensor, *, scale: float, is_split: bool) -> None:
+        """See StaticPrefill."""
+        self._inner.attend(kv, q, out, scale=scale, is_split=is_split)
 
 
 def is_worth(batch: HostSpans, least_pairs: int) -> bool:

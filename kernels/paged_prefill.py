@@ -40,7 +40,8 @@ def paged_prefill(
     q and result [num_tokens, num_heads, head_dim]; kv.k, kv.v [num_slots, num_kv_heads, head_dim],
     contiguous; tiles int32 [num_tiles, 2] of `list_tiles`. Query j of span i has position kv_lens[i] -
     q_len[i] + j. Slots past the span's tokens are never read: they may hold NaN. With a `split` the bits of
-    a query depend on the number of parts.
+    a query depend on the number of parts; tiles of a graph are at least num_programs / num_kv_heads then,
+    those of an empty span behind all others.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv.k.shape[1]
@@ -55,6 +56,7 @@ def paged_prefill(
     assert out.shape == q.shape, f"out is {tuple(out.shape)}, q {tuple(q.shape)}"
     assert out.is_contiguous(), "out must be contiguous"
     parts = split.parts if split else 1
+    num_programs = split.num_programs if split else tiles.shape[0] * num_kv_heads
     where = (batch.rows, batch.kv_lens, batch.q_indptr, tiles)
     scratch = (split.partial, split.partial_lse) if split else (out, out)
     strides = (q.stride(0), q.stride(1), batch.page_table.stride(0))
@@ -64,7 +66,7 @@ def paged_prefill(
     scales = (scale * kv.k_scale * LOG2_E, kv.v_scale)
     start_kernel(
         _prefill_kernel,
-        (tiles.shape[0] * num_kv_heads * parts,),
+        (num_programs,),
         (q, kv.k, kv.v, out, *scratch, batch.page_table, *where, *scales, *strides, parts),
         (*shape, launch.block, split is not None, is_fp32, is_dependent),
         num_warps=launch.warps,
@@ -119,7 +121,9 @@ def _prefill_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    place = tl.program_id(0) // parts
+    # Without a split a number of 1 that the compiler does not know: with a constant it spills more.
+    num_parts = _num_parts(parts) if SPLIT else parts
+    place = tl.program_id(0) // num_parts
     head = place % KV_HEADS
     lane = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM_PADDED)
@@ -137,8 +141,8 @@ def _prefill_kernel(
     end = tl.minimum(tl.load(kv_lens + span), first + QUERIES)
     begin = 0
     if SPLIT:
-        share = tl.cdiv(tl.cdiv(end, BLOCK), parts) * BLOCK
-        begin = tl.program_id(0) % parts * share
+        share = tl.cdiv(tl.cdiv(end, BLOCK), num_parts) * BLOCK
+        begin = tl.program_id(0) % num_parts * share
         end = tl.minimum(end, begin + share)
         unmasked = tl.minimum(unmasked, end)
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -176,6 +180,12 @@ def _prefill_kernel(
         heads = head * GROUP + lane % GROUP_PADDED
         out_at = out + (token[:, None] * (KV_HEADS * GROUP) + heads[:, None]) * DIM + dims[None, :]
         tl.store(out_at, acc.to(out.dtype.element_ty), mask=real[:, None] & (dims < DIM)[None, :])
+
+
+@triton.jit
+def _num_parts(parts):
+    """A graph that runs for nobody finds 0."""
+    return tl.maximum(tl.load(parts), 1)
 
 
 @triton.jit
@@ -235,7 +245,7 @@ def _add(
     return new_top, weight, acc
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit
 def _merge_kernel(
     partial,
     partial_lse,
@@ -267,8 +277,10 @@ def _merge_kernel(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     merged = tl.zeros([ROWS, DIM_PADDED], tl.float32)
-    for part in range(parts):
-        at = (place * parts + part).to(tl.int64) * (QUERIES * GROUP_PADDED) + lane
+    num_parts = _num_parts(parts)
+    # An empty tile has no scratch.
+    for part in range(tl.where(tl.max(real.to(tl.int32), 0) > 0, num_parts, 0)):
+        at = (place * num_parts + part).to(tl.int64) * (QUERIES * GROUP_PADDED) + lane
         lse = tl.load(partial_lse + at)
         rows = tl.load(partial + at[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
         new_top = tl.maximum(top, lse)

@@ -64,34 +64,30 @@ def tile_array(q_lens: Sequence[int], group: int) -> NDArray[np.int32]:
 class PrefillSplit:
     """Programs of one tile, and scratch for their parts; one for a step, read and written by every layer."""
 
-    parts: int
-    partial: Tensor  # fp32 [num_tiles, num_kv_heads, parts, TILE_ROWS, head_dim]
-    partial_lse: Tensor  # fp32 [num_tiles, num_kv_heads, parts, TILE_ROWS]
+    parts: Tensor  # int32 [1], on the device, so that a graph can hold the kernels
+    partial: Tensor  # fp32 [num_programs, TILE_ROWS, head_dim]
+    partial_lse: Tensor  # fp32 [num_programs, TILE_ROWS]
 
-
-def make_split(
-    num_tiles: int, num_kv_heads: int, head_dim: int, max_kv_len: int, device: torch.device
-) -> PrefillSplit | None:
-    """A split that gives every multiprocessor its two programs; None where there is no need."""
-    parts = num_parts(num_tiles, num_kv_heads, max_kv_len, device)
-    return split_in(parts, num_tiles, num_kv_heads, head_dim, device) if parts > 1 else None
+    @property
+    def num_programs(self) -> int:
+        """Room: at least tiles times KV heads times parts."""
+        return self.partial.shape[0]
 
 
 def num_parts(num_tiles: int, num_kv_heads: int, max_kv_len: int, device: torch.device) -> int:
-    """Into how many parts the keys of each tile are cut; 1: not at all."""
-    if device.type != "cuda":
-        return 1
-    programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    """Into how many parts keys are cut so that every multiprocessor has its two programs; 1: not at all."""
+    programs = resident_programs(device)
     return max(1, min(programs // (num_tiles * num_kv_heads), max_kv_len // MIN_KEYS, MAX_PARTS))
 
 
-def split_in(
-    parts: int, num_tiles: int, num_kv_heads: int, head_dim: int, device: torch.device
-) -> PrefillSplit:
-    """Scratch for a given number of parts."""
-    shape = (num_tiles, num_kv_heads, parts, TILE_ROWS)
-    return PrefillSplit(
-        parts,
-        torch.empty(*shape, head_dim, dtype=torch.float32, device=device),
-        torch.empty(shape, dtype=torch.float32, device=device),
-    )
+def resident_programs(device: torch.device) -> int:
+    """As many as run at once."""
+    if device.type != "cuda":
+        return 1
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def make_split(parts: Tensor, num_programs: int, head_dim: int) -> PrefillSplit:
+    """Scratch for so many programs."""
+    partial = torch.empty(num_programs, TILE_ROWS, head_dim, dtype=torch.float32, device=parts.device)
+    return PrefillSplit(parts, partial, torch.empty_like(partial[:, :, 0]))

@@ -13,10 +13,15 @@ from kernels.batch import KvLayer, PagedBatch
 from kernels.decode_plan import DecodePlan, make_plan, plan_decode
 from kernels.paged_decode import paged_decode, paged_decode_product
 from kernels.paged_prefill import paged_prefill
-from kernels.prefill_plan import PrefillSplit, list_tiles, make_split
+from kernels.prefill_plan import PrefillSplit, list_tiles, make_split, num_parts
 from kernels.rotary_store import Rotary
 from kernels.static_prefill import TritonStaticPrefill
 from kernels.store_kv import store_kv
+
+HEADER = 2
+"""Pairs before the tiles on the device, the first with the number of parts: kernels want tiles at a multiple
+of 16 bytes.
+"""
 
 
 class TritonBackend:
@@ -43,10 +48,14 @@ class TritonBackend:
         heads, kv_heads, head_dim = self._shape
         lens = [0 if i < batch.num_decode else n for i, n in enumerate(batch.q_lens_host)]
         tiles = list_tiles(lens, heads // kv_heads)
-        self._tiles = _sent(tiles, batch.rows.device) if tiles else None
-        longest = max(batch.kv_lens_host[batch.num_decode :], default=0)
-        shape = (len(tiles), kv_heads, head_dim)
-        self._split = make_split(*shape, longest, batch.rows.device) if tiles else None
+        self._tiles = self._split = None
+        if tiles:
+            device, longest = batch.rows.device, max(batch.kv_lens_host[batch.num_decode :])
+            parts = num_parts(len(tiles), kv_heads, longest, device)
+            sent = _sent([(parts, 0)] * HEADER + tiles, device)
+            self._tiles = sent[HEADER:]
+            if parts > 1:
+                self._split = make_split(sent[0, :1], len(tiles) * kv_heads * parts, head_dim)
 
     def run(self, kv: KvLayer, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
         """Stores, then attends."""

@@ -152,10 +152,12 @@ def test_tokens_that_are_read_are_no_worse_than_with_a_whole_last_layer(
         torch.testing.assert_close(single, exact, rtol=1e-2, atol=1e-2)  # TF32 in attention
 
 
+@pytest.mark.parametrize("min_keys", [1024, 64])
 def test_a_whole_step_leaves_the_bits_of_its_pieces(
-    gpu_model: Callable[[str | Path, torch.dtype], Model], monkeypatch: pytest.MonkeyPatch
+    gpu_model: Callable[[str | Path, torch.dtype], Model], monkeypatch: pytest.MonkeyPatch, min_keys: int
 ) -> None:
-    """The attention in the graph is the one outside."""
+    """The attention in the graph is the one outside, where keys are split, too."""
+    monkeypatch.setattr("kernels.prefill_plan.MIN_KEYS", min_keys)
     model = gpu_model("random:tiny", torch.bfloat16)
     config, fused = model.config, FusedModel(model)
     shape = (SLOTS + 1, config.num_kv_heads, config.head_dim)
@@ -185,7 +187,8 @@ def test_a_whole_step_leaves_the_bits_of_its_pieces(
         )
         with torch.inference_mode():
             made.capture_all()
-            assert bool(made.whole_sizes) == bool(whole_tokens)
+            whole = made.whole_size(batch, len(ids))
+            assert whole == ((384, min_keys == 64) if whole_tokens else None)
             found.append(made.run(fused.embedding[ids], batch).clone())
         made.close()
     assert torch.equal(*found)

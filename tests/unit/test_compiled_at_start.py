@@ -43,16 +43,15 @@ PARAMS = ((PLAIN,), (PLAIN, FILTERED), (PLAIN, FILTERED, SPECIAL))
 
 @pytest.fixture(autouse=True)
 def as_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    def parts(num_tiles: int, kv_heads: int, longest: int, device: torch.device) -> int:
-        programs = 2 * MULTIPROCESSORS // (num_tiles * kv_heads)
-        return max(1, min(programs, longest // prefill_plan.MIN_KEYS, prefill_plan.MAX_PARTS))
+    def programs(device: torch.device) -> int:
+        return 2 * MULTIPROCESSORS
 
     def plan(*arguments, **options):
         return replace(make_plan(*arguments, **options), multiprocessors=MULTIPROCESSORS)
 
     monkeypatch.setattr(dependent_launch, "_is_supported", lambda device: True)
-    monkeypatch.setattr(prefill_plan, "num_parts", parts)
-    monkeypatch.setattr(static_prefill, "num_parts", parts)
+    monkeypatch.setattr(prefill_plan, "resident_programs", programs)
+    monkeypatch.setattr(static_prefill, "resident_programs", programs)
     monkeypatch.setattr(triton_backend, "make_plan", plan)
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 from kernels import reference
-from kernels.batch import KvLayer, LastQueries, PagedBatch
+from kernels.batch import HostSpans, KvLayer, LastQueries, PagedBatch
 from kernels.triton_backend import TritonBackend
-from worker.execution.prompt_graphs import PromptGraphs, token_sizes
+from worker.execution.prompt_graphs import PromptGraphs, WholeSize, token_sizes
 from worker.model.fused import FusedModel, OwnRows
 from worker.model.layers import Linear
 from worker.model.toy import toy_config, toy_model
@@ -55,10 +55,9 @@ class PlainAttention:
         self.num_plans += 1
         self._batch = batch
 
-    def prepare(self, batch: PagedBatch, size: int) -> bool:
+    def prepare(self, batch: PagedBatch, size: int) -> None:
         self.num_prepared += 1
         self._batch = batch
-        return True
 
     def static_prefill(self, page_table: Tensor, max_tokens: int) -> Any:
         return Static(self) if self.is_static else None
@@ -81,7 +80,10 @@ class Static:
         self._eager = eager
         self.prepare = eager.prepare
 
-    def attend(self, kv: KvLayer, q: Tensor, out: Tensor, *, scale: float) -> None:
+    def num_parts(self, spans: HostSpans) -> int:
+        return 1
+
+    def attend(self, kv: KvLayer, q: Tensor, out: Tensor, *, scale: float, is_split: bool) -> None:
         assert self._eager._batch is not None
         count = len(self._eager._batch.positions)
         out[:count] = self._eager.attend(kv, q[:count], scale=scale)
@@ -265,8 +267,9 @@ def test_static_attention_follows_each_step_and_leaves_padding_alone() -> None:
         q = torch.randn(128, HEADS, DIM, generator=draw)
         backend.plan(batch)
         expected = backend.attend(kv, q[:count], scale=0.25)
-        assert static.prepare(batch, 128)
-        static.attend(kv, q, out, scale=0.25)
+        assert static.num_parts(batch) == 1
+        static.prepare(batch, 128)
+        static.attend(kv, q, out, scale=0.25, is_split=False)
         assert torch.equal(out[:count], expected)
         assert (out[count:] == 7.0).all()
 
@@ -281,10 +284,10 @@ def test_static_attention_leaves_the_rows_of_decodes_to_others() -> None:
     q = torch.randn(128, HEADS, DIM, generator=draw)
     out, alone = torch.full_like(q, 7.0), torch.full_like(q, 7.0)
     chunks = [(0, 70), (40, 5)]
-    assert static.prepare(replace(prompts([(30, 1), (9, 1), *chunks], table), num_decode=2), 128)
-    static.attend(kv, q, out, scale=0.25)
-    assert static.prepare(replace(prompts(chunks, table), rows_host=[2, 3]), 128)
-    static.attend(kv, q.roll(-2, 0), alone, scale=0.25)
+    static.prepare(replace(prompts([(30, 1), (9, 1), *chunks], table), num_decode=2), 128)
+    static.attend(kv, q, out, scale=0.25, is_split=False)
+    static.prepare(replace(prompts(chunks, table), rows_host=[2, 3]), 128)
+    static.attend(kv, q.roll(-2, 0), alone, scale=0.25, is_split=False)
     assert torch.equal(out[2:77], alone[:75])
     assert (out[:2] == 7.0).all()
     assert (out[77:] == 7.0).all()
@@ -311,8 +314,9 @@ def test_prompts_beside_decodes_run_in_one_graph_as_they_do_in_pieces(
         batch = replace(prompts(decodes + chunks, table), num_decode=len(decodes))
         token_rows = torch.arange(len(batch.rows_host)).repeat_interleave(torch.tensor(batch.q_lens_host))
         batch = replace(batch, write_slots=table[token_rows, batch.positions.long()])
-        assert [way._prepare_whole(batch, 8, is_scored=False) for way in made] == [True, False]
-        assert not made[0]._prepare_whole(batch, 8, is_scored=True)
+        count = len(batch.positions)
+        assert [way._whole_of(batch, count, is_scored=False) for way in made] == [WholeSize(8, False), None]
+        assert made[0]._whole_of(batch, count, is_scored=True) is None
         inputs = MODEL.embedding[torch.randint(0, CONFIG.vocab_size, (len(batch.positions),))]
         last = last_of(batch, list(range(len(decodes))))
         found, expected = (way.run(inputs.clone(), batch, last) for way in made)
@@ -321,15 +325,75 @@ def test_prompts_beside_decodes_run_in_one_graph_as_they_do_in_pieces(
             torch.testing.assert_close(left.k[:-1], right.k[:-1], rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(left.v[:-1], right.v[:-1], rtol=1e-4, atol=1e-4)
     many = replace(prompts([(3, 1)] * 4 + [(0, 2)], table), num_decode=4)
-    assert not made[0]._prepare_whole(many, 8, is_scored=False)
+    assert made[0]._whole_of(many, 6, is_scored=False) is None
 
 
-def test_static_attention_refuses_what_it_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No prompt, more spans than it has, and tiles whose keys the eager kernel would split."""
+def test_static_attention_refuses_what_it_has_no_room_for() -> None:
+    """No prompt, and more spans than it has."""
     table = torch.zeros(20, WIDTH, dtype=torch.int32)
     static = TritonBackend(HEADS, KV_HEADS, DIM, WIDTH).static_prefill(table, 128)
-    assert static.prepare(prompts([(0, 9)] * 8, table), 128)
-    assert not static.prepare(prompts([(0, 9)] * 9, table), 128)
-    assert not static.prepare(replace(prompts([(5, 1), (9, 1)], table), num_decode=2), 128)
-    monkeypatch.setattr("kernels.static_prefill.num_parts", lambda *shape: 2)
-    assert not static.prepare(prompts([(0, 9)], table), 128)
+    assert static.num_parts(prompts([(0, 9)] * 8, table)) == 1
+    assert static.num_parts(prompts([(0, 9)] * 9, table)) == 0
+    assert static.num_parts(replace(prompts([(5, 1), (9, 1)], table), num_decode=2)) == 0
+
+
+def test_static_attention_splits_keys_as_the_eager_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into other numbers of parts through the same buffers; scratch of steps before is read by nobody."""
+    monkeypatch.setattr("kernels.prefill_plan.MIN_KEYS", 16)
+    monkeypatch.setattr("kernels.prefill_plan.resident_programs", lambda device: 12)
+    monkeypatch.setattr("kernels.static_prefill.resident_programs", lambda device: 12)
+    draw = torch.Generator().manual_seed(5)
+    table = torch.randperm(ROWS * WIDTH, generator=draw).view(ROWS, WIDTH).int()
+    shape = (ROWS * WIDTH, KV_HEADS, DIM)
+    kv = KvLayer(torch.randn(shape, generator=draw), torch.randn(shape, generator=draw))
+    backend = TritonBackend(HEADS, KV_HEADS, DIM, WIDTH)
+    static = backend.static_prefill(table, 128)
+    out, seen = torch.empty(128, HEADS, DIM), []
+    for spans in ([(80, 9)], [(40, 3), (90, 2)], [(1, 50)], [(30, 2), (20, 3), (60, 4)]):
+        batch = prompts(spans, table)
+        count, out[:] = sum(batch.q_lens_host), 7.0
+        q = torch.randn(128, HEADS, DIM, generator=draw)
+        backend.plan(batch)
+        expected = backend.attend(kv, q[:count], scale=0.25)
+        seen.append(static.num_parts(batch))
+        static.prepare(batch, 128)
+        static._split.partial.fill_(float("nan"))
+        static.attend(kv, q, out, scale=0.25, is_split=True)
+        assert torch.equal(out[:count], expected)
+        assert (out[count:] == 7.0).all()
+    assert seen == [5, 3, 3, 2]
+
+
+def test_few_queries_over_many_keys_run_in_one_graph_as_they_do_in_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside a decode and alone; such a graph has a size of its own."""
+    monkeypatch.setattr("worker.execution.prompt_graphs.SMALLEST", 8)
+    monkeypatch.setattr("kernels.prefill_plan.MIN_KEYS", 16)
+    for module in ("prefill_plan", "static_prefill"):
+        monkeypatch.setattr(f"kernels.{module}.resident_programs", lambda device: 12)
+    table = torch.randperm(ROWS * WIDTH).view(ROWS, WIDTH).int()
+    table[-1] = ROWS * WIDTH  # the dummy row
+    heads, dim = (CONFIG.num_heads, CONFIG.num_kv_heads), CONFIG.head_dim
+    pool = torch.randn(CONFIG.num_layers, 2, ROWS * WIDTH + 1, heads[1], dim)
+    pools = [[KvLayer(*layer.clone()) for layer in pool] for _ in range(2)]
+    made: list[PromptGraphs] = []
+    for whole_tokens, layers_of in zip((16, 0), pools, strict=True):
+        monkeypatch.setattr("worker.execution.prompt_graphs.WHOLE_TOKENS", whole_tokens)
+        backend = TritonBackend(*heads, dim, WIDTH)
+        sizes = {"max_tokens": 16, "dummy_slot": ROWS * WIDTH, "scale": dim**-0.5, "capture": False}
+        made.append(PromptGraphs(MODEL, backend, layers_of, table, **sizes))
+    assert made[0].whole_sizes == [8, 10, 12, 14, 16]
+    for spans, num_decode, size in ([(9, 1), (70, 3)], 1, 8), ([(60, 9)], 0, 12), ([(70, 2), (40, 9)], 0, 12):
+        batch = replace(prompts(spans, table), num_decode=num_decode)
+        token_rows = torch.arange(len(spans)).repeat_interleave(torch.tensor(batch.q_lens_host))
+        batch = replace(batch, write_slots=table[token_rows, batch.positions.long()])
+        whole = made[0]._whole_of(batch, len(token_rows), is_scored=False)
+        assert whole == (size, True)
+        inputs = MODEL.embedding[torch.randint(0, CONFIG.vocab_size, (len(token_rows),))]
+        last = last_of(batch, [len(token_rows) - 1])
+        found, expected = (way.run(inputs.clone(), batch, last) for way in made)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        for left, right in zip(*pools, strict=True):
+            torch.testing.assert_close(left.k[:-1], right.k[:-1], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(left.v[:-1], right.v[:-1], rtol=1e-4, atol=1e-4)

@@ -16,7 +16,7 @@ from kernels.decode_plan import FEW, MANY, MAX_CHUNKS, make_plan, plan_decode  #
 from kernels.matvec import matvec  # noqa: E402
 from kernels.paged_decode import paged_decode  # noqa: E402
 from kernels.paged_prefill import paged_prefill  # noqa: E402
-from kernels.prefill_plan import list_tiles, split_in  # noqa: E402
+from kernels.prefill_plan import list_tiles, make_split  # noqa: E402
 from kernels.rms_norm import add_rms_norm, rms_norm  # noqa: E402
 from kernels.rotary_store import Rotary, rotary_store  # noqa: E402
 from kernels.silu_mul import silu_mul  # noqa: E402
@@ -278,7 +278,7 @@ def test_prefill_split_in_parts_equals_the_reference(heads, kv_heads, dim, page,
     """Parts without a key, and parts that some queries of a tile do not see."""
     q, kv, batch = problem(heads, kv_heads, dim, page, kv_lens, q_lens)
     tiles = torch.tensor(list_tiles(q_lens, heads // kv_heads), dtype=torch.int32)
-    split = split_in(parts, tiles.shape[0], kv_heads, dim, q.device)
+    split = make_split(torch.tensor([parts], dtype=torch.int32), tiles.shape[0] * kv_heads * parts, dim)
     ours = paged_prefill(q, kv, batch, tiles, scale=dim**-0.5, split=split)
     expected = reference.paged_attention(q, kv, batch, scale=dim**-0.5)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)

@@ -4,7 +4,8 @@ An eager step costs the host hundreds of launches, more time than a small model'
 of tokens. Attention alone depends on how a step's tokens belong to sequences; the rest depends on their
 number, which is padded to a grid. Where the backend can read spans and tiles from memory that stays where it
 is, and the device would wait for the host, one graph holds the attention, too; of some decodes beside the
-prompts as well, in a graph of its own. Padding writes the dummy page and is read by nobody.
+prompts as well, and of few queries over many keys, in graphs of their own. Padding writes the dummy page and
+is read by nobody.
 
 Of most prompt tokens only K and V are ever read. So graphs end where the last layer has stored them, and what
 follows runs for the tokens that are sampled: eagerly, since their number is any. A piece of its own holds the
@@ -16,12 +17,14 @@ library picks its products by size.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.backend import GraphBackend
-from kernels.batch import KvLayer, LastQueries, PagedBatch
+from kernels.batch import HostSpans, KvLayer, LastQueries, PagedBatch
 from kernels.prompt_step import mark_broken, prompt_inputs
 from kernels.static_prefill import MAX_SPANS
 from worker.model.fused import FusedModel, LastRows
@@ -47,6 +50,13 @@ def _parts_of_doublings(max_tokens: int) -> Iterator[int]:
         parts = 8 if octave >= WHOLE_TOKENS else 4
         yield from (size for size in range(octave, 2 * octave, octave // parts) if size <= max_tokens)
         octave *= 2
+
+
+class WholeSize(NamedTuple):
+    """A graph that holds a whole step."""
+
+    num_tokens: int
+    is_split: bool  # whether keys are split: kernels.backend.StaticPrefill
 
 
 class PromptGraphs:
@@ -80,6 +90,8 @@ class PromptGraphs:
         self._attended = torch.zeros_like(self._q)
         self.whole_sizes = [size for size in self.sizes if size <= WHOLE_TOKENS]
         self.static = backend.static_prefill(page_table, max(self.whole_sizes)) if self.whole_sizes else None
+        # Queries are few where keys are split, so the device has time for more padding.
+        self._split_sizes = self.whole_sizes[-1::-2][::-1]
         self._most_decodes = min(DECODES, SMALLEST, page_table.shape[0] - 1)
         # Attention in a whole step: of its decodes; of what is sampled, in the last layer.
         self._of_decodes = (
@@ -93,7 +105,7 @@ class PromptGraphs:
         self.is_broken = torch.zeros(max(self.whole_sizes, default=0), dtype=torch.int32, device=device)
         self._page_table = page_table
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}  # by size, in pieces
-        self._whole: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by size, and with decodes or without
+        self._whole: dict[tuple[WholeSize, bool], torch.cuda.CUDAGraph] = {}  # and with decodes or without
         self._captures = capture and device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         # One for all captures: the library keeps a workspace for every stream that it has seen.
@@ -106,34 +118,41 @@ class PromptGraphs:
         tokens are not yet through the last layer.
         """
         num_tokens = hidden.shape[0]
-        size = next((size for size in self.sizes if size >= num_tokens), None)
+        whole = self._whole_of(batch, num_tokens, is_scored=last is None)
+        size = whole.num_tokens if whole is not None else _least(self.sizes, num_tokens)
         if size is None:
             return self._run_eagerly(hidden, batch, last)
         self._take(hidden, batch, size)
-        is_whole = self._prepare_whole(batch, size, is_scored=last is None)
-        if is_whole:
-            self._run_whole(size, with_decodes=batch.num_decode > 0)
+        if whole is not None:
+            self._prepare_whole(batch, whole)
+            self._run_whole(whole, with_decodes=batch.num_decode > 0)
         else:
             self._run_pieces(batch, size, num_tokens)
         if last is not None:
             self._finish(self._q, self.hidden, last)
         else:
-            self._finish_all(size, num_tokens, is_whole=is_whole)
+            self._finish_all(size, num_tokens, whole)
         return self.hidden[:num_tokens]
 
-    def whole_size(self, num_tokens: int) -> int | None:
-        """The size of the graph that holds a whole step of so many tokens, None where none does."""
-        if self.static is None:
+    def whole_size(self, spans: HostSpans, num_tokens: int) -> WholeSize | None:
+        """The graph that holds a whole step of so many tokens, None where none does."""
+        if self.static is None or num_tokens > max(self.whole_sizes):
             return None
-        return next((size for size in self.whole_sizes if size >= num_tokens), None)
+        num_parts = self.static.num_parts(spans)
+        if not num_parts:
+            return None
+        size = _least(self._split_sizes if num_parts > 1 else self.whole_sizes, num_tokens)
+        assert size is not None, "the largest is among both"
+        return WholeSize(size, num_parts > 1)
 
-    def run_read(self, token_ids: Tensor, size: int) -> None:
+    def run_read(self, token_ids: Tensor, whole: WholeSize) -> None:
         """As `run`, of a step whose spans are in `static.words` and whose tokens are in the tables.
 
         Ends where the last layer's K and V are stored: `finish_read` goes on. token_ids int32, of the shape
-        of the page table. Also fills `is_broken` up to `size`.
+        of the page table. Also fills `is_broken` up to the size.
         """
         assert self.static is not None, "the backend has no static prefill"
+        size = whole.num_tokens
         residual = self.hidden[:size]
         prompt_inputs(
             self.static.words,
@@ -145,7 +164,7 @@ class PromptGraphs:
             residual,
             dummy_slot=self._dummy_slot,
         )
-        self._run_whole(size, with_decodes=False)
+        self._run_whole(whole, with_decodes=False)
 
     def prepare_finish(self, kv_lens: Sequence[int]) -> None:
         """The host's part of `finish_read`, before each replay of it, and before its capture."""
@@ -169,16 +188,18 @@ class PromptGraphs:
         for size in reversed(self.sizes) if self._captures else []:
             self._capture(size)
 
-    def _prepare_whole(self, batch: PagedBatch, size: int, *, is_scored: bool) -> bool:
-        """The host's part of a whole step; False where it is for pieces: a scored one beside decodes, too."""
-        count, static = batch.num_decode, self.static
-        if static is None or size not in self.whole_sizes or count > (0 if is_scored else self._most_decodes):
-            return False
-        if not static.prepare(batch, size):
-            return False
-        if count:
+    def _whole_of(self, batch: PagedBatch, num_tokens: int, *, is_scored: bool) -> WholeSize | None:
+        """See `whole_size`; a scored step beside decodes is for pieces, too."""
+        if batch.num_decode > (0 if is_scored else self._most_decodes):
+            return None
+        return self.whole_size(batch, num_tokens)
+
+    def _prepare_whole(self, batch: PagedBatch, whole: WholeSize) -> None:
+        """The host's part of a whole step."""
+        assert self.static is not None, "there is a size"
+        self.static.prepare(batch, whole.num_tokens)
+        if count := batch.num_decode:
             self._prepare_decodes(batch.rows_host[:count], batch.kv_lens_host[:count])
-        return True
 
     def _prepare_decodes(self, rows: Sequence[int], kv_lens: Sequence[int]) -> None:
         assert self._of_decodes is not None, "the backend has no static prefill"
@@ -188,14 +209,15 @@ class PromptGraphs:
         self._decode_spans.copy_(host, non_blocking=True)
         self._of_decodes.prepare(self._most_decodes, kv_lens)
 
-    def _run_whole(self, size: int, *, with_decodes: bool) -> None:
-        graph = self._whole.get((size, with_decodes))
+    def _run_whole(self, whole: WholeSize, *, with_decodes: bool) -> None:
+        graph = self._whole.get((whole, with_decodes))
         if graph is not None:
             graph.replay()
         else:
-            self._whole_body(size, with_decodes)
+            self._whole_body(whole, with_decodes)
 
-    def _whole_body(self, size: int, with_decodes: bool) -> None:
+    def _whole_body(self, whole: WholeSize, with_decodes: bool) -> None:
+        size, is_split = whole
         static, beside, decodes = self.static, self._of_decodes, slice(self._most_decodes)
         assert static is not None, "the backend has no static prefill"
         assert beside is not None, "made with it"
@@ -208,7 +230,7 @@ class PromptGraphs:
             if with_decodes:
                 # Before the prompts: its padding leaves something in the rows of their first tokens.
                 beside.attend(layer_kv, q[decodes], scale=self._scale, out=attended[decodes])
-            static.attend(layer_kv, q, attended, scale=self._scale)
+            static.attend(layer_kv, q, attended, scale=self._scale, is_split=is_split)
         next(pieces)
         mark_broken(self.hidden[:size], self.is_broken)
 
@@ -238,11 +260,12 @@ class PromptGraphs:
         rows = self._model.finish(q, residual, self._layers[-1], LastRows(last.tokens, self._attend_eagerly))
         residual.index_copy_(0, last.tokens.long(), rows)
 
-    def _finish_all(self, size: int, num_tokens: int, *, is_whole: bool) -> None:
+    def _finish_all(self, size: int, num_tokens: int, whole: WholeSize | None) -> None:
         """The last layer of all tokens, the backend or the static attention still planned for them."""
-        if is_whole:
+        if whole is not None:
             assert self.static is not None, "it ran"
-            self.static.attend(self._layers[-1], self._q[:size], self._attended[:size], scale=self._scale)
+            q, out = self._q[:size], self._attended[:size]
+            self.static.attend(self._layers[-1], q, out, scale=self._scale, is_split=whole.is_split)
         else:
             self._attend_into(self._layers[-1], num_tokens)
         if size in self._graphs:
@@ -320,11 +343,15 @@ class PromptGraphs:
             pieces = self.pieces(size)
             graphs = [self._recorded(lambda: next(pieces)) for _ in self._layers]
             self._graphs[size] = [*graphs, self._recorded(partial(self._last_piece, size))]
-            if self.static is not None and size in self.whole_sizes:
-                for with_decodes in (False, True):
-                    record = partial(self._whole_body, size, with_decodes)
-                    self._whole[size, with_decodes] = self._recorded(record)
+            for whole, with_decodes in product(self._whole_sizes(size), (False, True)):
+                record = partial(self._whole_body, whole, with_decodes)
+                self._whole[whole, with_decodes] = self._recorded(record)
         torch.cuda.current_stream().wait_stream(stream)
+
+    def _whole_sizes(self, size: int) -> list[WholeSize]:
+        if self.static is None or size not in self.whole_sizes:
+            return []
+        return [WholeSize(size, False)] + [WholeSize(size, True)] * (size in self._split_sizes)
 
     def _recorded(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -334,3 +361,8 @@ class PromptGraphs:
         finally:
             graph.capture_end()
         return graph
+
+
+def _least(sizes: Sequence[int], num_tokens: int) -> int | None:
+    """The smallest that holds so many; sizes ascend."""
+    return next((size for size in sizes if size >= num_tokens), None)

@@ -45,7 +45,7 @@ from kernels.sample import SampleScratch, sample
 from kernels.sample_columns import NUM_COLUMNS, SampleColumns, SampleRow, matrix_of
 from kernels.static_prefill import MAX_SPANS
 from worker.execution.page_table import PageTable
-from worker.execution.prompt_graphs import PromptGraphs
+from worker.execution.prompt_graphs import PromptGraphs, WholeSize
 from worker.execution.step_buffers import BufferShapes, StepBuffer, StepBuffers, StepOutcome
 from worker.execution.token_pool import TokenPool
 from worker.model.fused import FusedModel
@@ -105,14 +105,14 @@ class PromptSteps:
         starts: how each of step.row_starts is sampled; `with_filters`: whether a sampled row has any. Page
         copies must be queued already, and every sampled row must be one that the kernel draws.
         """
-        size = self._size_of(step)
-        if size is None:
+        q_lens = [end - start for start, end in zip(step.starts, step.ends, strict=True)]
+        spans = Spans(step.rows, step.ends, q_lens, step.num_decode)
+        whole = self._whole_of(step, spans)
+        if whole is None:
             return None
         with self._buffers.next() as buffer:
-            count = self._fill(buffer.batch_columns, step, starts, size)
-            if count is None:
-                return None
-            self._launch(buffer, count, size, [step.ends[span] for span in step.sampled], with_filters)
+            count = self._fill(buffer.batch_columns, step, spans, starts, whole.num_tokens)
+            self._launch(buffer, count, whole, [step.ends[span] for span in step.sampled], with_filters)
         return StepOutcome(buffer, MAX_SPANS)
 
     def run_bodies(self) -> None:
@@ -126,7 +126,8 @@ class PromptSteps:
             size = min(self._graphs.whole_sizes)
             counts = sorted({1, min(2, self._max_sampled), self._max_sampled})  # 1 has kernels of its own
             for num_sampled, with_filters in product(counts, (False, True)):
-                self._launch(buffer, BLOCK, size, [1] * num_sampled, with_filters)
+                self._launch(buffer, BLOCK, WholeSize(size, False), [1] * num_sampled, with_filters)
+            self._launch(buffer, BLOCK, WholeSize(size, True), [], False)
 
     def capture_all(self) -> None:
         """Captures the heads, the largest first; nothing where graphs are off."""
@@ -143,24 +144,22 @@ class PromptSteps:
         self._buffers.close()
         self._heads.clear()
 
-    def _size_of(self, step: Step) -> int | None:
+    def _whole_of(self, step: Step, spans: Spans) -> WholeSize | None:
         if step.num_decode or len(step.rows) > self._max_sampled:
             return None
-        return self._graphs.whole_size(step.num_tokens)
+        return self._graphs.whole_size(spans, step.num_tokens)
 
-    def _fill(self, into: Message, step: Step, starts: Sequence[SampleRow], size: int) -> int | None:
-        """Writes the message; entries that the device is to read, None where the step is not for a graph."""
+    def _fill(self, into: Message, step: Step, spans: Spans, starts: Sequence[SampleRow], size: int) -> int:
+        """Writes the message; how many entries the device is to read."""
         static = self._graphs.static
         assert static is not None, "there is a size"
-        q_lens = [end - start for start, end in zip(step.starts, step.ends, strict=True)]
-        if not static.fill(Spans(step.rows, step.ends, q_lens, step.num_decode), size, into[WORDS]):
-            return None
+        static.fill(spans, size, into[WORDS])
         num_tokens = self._fill_tokens(into, step.row_starts)
         num_pages = self._fill_pages(into, step)
         num_words = static.num_words(size)
         count = -(-max(num_tokens, num_pages, num_words, REST_WORDS) // BLOCK) * BLOCK
         into[TOKEN_ROWS, num_tokens:count], into[PAGE_ROWS, num_pages:count] = NO_ENTRY, NO_ENTRY
-        self._fill_sampled(into[REST], step, q_lens)
+        self._fill_sampled(into[REST], step, spans.q_lens_host)
         _fill_columns(into[REST], step.row_starts, starts)
         return count
 
@@ -196,13 +195,13 @@ class PromptSteps:
             rest[SAMPLED_ENDS + at] = step.ends[span]
 
     def _launch(
-        self, buffer: StepBuffer, count: int, size: int, ends: Sequence[int], with_filters: bool
+        self, buffer: StepBuffer, count: int, whole: WholeSize, ends: Sequence[int], with_filters: bool
     ) -> None:
         static, table, ids = self._graphs.static, self._page_table, self._token_pool.ids
         assert static is not None, "there is a size"
         into = (table.slots, ids, self._columns.matrix, static.words, self._sampled)
         read_prompts(buffer.batch, *into, count, page_size=table.page_size)
-        self._graphs.run_read(ids, size)
+        self._graphs.run_read(ids, whole)
         if ends:
             self._run_head(ends, with_filters)
         flags = (self._is_finite, self._graphs.is_broken)
