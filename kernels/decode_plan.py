@@ -27,8 +27,6 @@ RECORD = 8
 position of the span's last token; the rest is padding."""
 
 FEW_SPANS = 4
-EARLY_SPANS = 16
-"""From so many on, as up to FEW_SPANS, K and V are asked for before the qkv product is waited for."""
 ROOM = 48
 """Tokens that a tile could have read while it begins: a span takes so much more of a stretch."""
 SIZES = 8
@@ -80,10 +78,6 @@ class DecodePlan:
     def is_stretched(self, num_spans: int, row_bytes: int = 0) -> bool:
         """Whether every program has its stretch of the list, not a tile and then others from the queue."""
         return self.chunk_scale is None and self.launch_of(num_spans, row_bytes).is_stretched
-
-    def is_early(self, num_spans: int) -> bool:
-        """Whether tiles wait for the qkv product with K and V of their first turns on their way."""
-        return num_spans <= FEW_SPANS or num_spans >= EARLY_SPANS
 
     def num_stretches(self, num_spans: int, row_bytes: int = 0) -> int:
         """Of a batch: each is taken by a program for every KV head."""

@@ -10,8 +10,11 @@ et al. 2023; no second launch).
 each tile norms and rotates its own q, and the tiles of a sequence's last chunk do so with K, store K and V of
 the new token and begin their sums with it, out of registers. No tile reads what the launch writes, so none
 waits for another. All a tile reads but the product was there before the step, so in a chain of dependent
-launches a program asks for list and slots, and where that pays (`DecodePlan.is_early`) for K and V as far as
-the loop's stages reach, before the product is done.
+launches a program asks for list and slots, and for K and V as far as the loop's stages reach, before the
+product is done.
+
+Queries of a group are few, two to eight mostly: the tensor cores' tile has tokens, or V's dimensions, on its
+side of 16 and queries on that of 8.
 """
 
 import torch
@@ -96,7 +99,7 @@ def _launch(
         angles, q_norm, k_norm, eps = rotary.cos_sin, rotary.q_norm, rotary.k_norm, rotary.eps
     has_norm = q_norm is not None
     # Asynchronous loads of e4m3 go through the multiprocessor's cache, being of 8 bytes: early ones must not.
-    is_early = rotary is not None and kv.k.element_size() > 1 and plan.is_early(num_spans)
+    is_early = rotary is not None and kv.k.element_size() > 1
     gains = (q_norm if q_norm is not None else q, k_norm if k_norm is not None else q)
     of_product = (angles, *gains, eps, angles.stride(0), 1.0 / kv.k_scale, 1.0 / kv.v_scale)
     start_kernel(
@@ -165,17 +168,17 @@ def _decode_kernel(
     PDL: tl.constexpr,
 ):
     """OF_PRODUCT: q is the qkv product; EARLY: it is waited for in a tile's first turn, not before.
-    MEMBERS: GROUP, padded to a power of two; the tensor cores' tile has ROWS, 16 at least.
+    MEMBERS: GROUP, padded to a power of two; the tensor cores' tile has ROWS, 8 at least.
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
-    ROWS: tl.constexpr = max(16, MEMBERS)
+    ROWS: tl.constexpr = max(8, MEMBERS)
     REPEAT: tl.constexpr = ROWS // MEMBERS
     dims = tl.arange(0, DIM_PADDED)
     dims_ok = dims < DIM
     tokens = tl.arange(0, BLOCK)
     rows = tl.arange(0, ROWS)
     row_ok = (rows % REPEAT == 0) & (rows // REPEAT < GROUP)
-    mask = row_ok[:, None] & dims_ok[None, :]
+    mask = row_ok[None, :] & dims_ok[:, None]
     if PDL:
         gdc_launch_dependents()
         if not OF_PRODUCT:
@@ -202,20 +205,22 @@ def _decode_kernel(
         # The new token is not read from the pool where the product has it.
         is_last = index == count - 1
         stop = tl.where(is_last, end - 1, end) if OF_PRODUCT else end
-        slot = tl.load(table + begin + tokens, mask=begin + tokens < stop, other=0, cache_modifier=".cg")
+        # Past the end slots are of the last token again: what is read there counts nothing, and is no NaN.
+        most = tl.maximum(stop - 1, 0)
+        slot = tl.load(table + tl.minimum(begin + tokens, most), cache_modifier=".cg")
         k_head, v_head = k_pool + head * DIM, v_pool + head * DIM
         top = tl.full([ROWS], float("-inf"), tl.float32)
-        weight = tl.zeros([ROWS, BLOCK] if WARPS > 1 else [ROWS], tl.float32)
-        acc = tl.zeros([ROWS, DIM_PADDED], tl.float32)
+        weight = tl.zeros([BLOCK, ROWS] if WARPS > 1 else [ROWS], tl.float32)
+        acc = tl.zeros([DIM_PADDED, ROWS], tl.float32)
         turns_end = stop
         if not OF_PRODUCT:
             member = rows // REPEAT
-            q_at = q + span * q_stride + (head * GROUP + member)[:, None] * q_head_stride
+            q_at = q + span * q_stride + (head * GROUP + member)[None, :] * q_head_stride
             query = tl.load(
-                q_at + dims[None, :], mask=(member < GROUP)[:, None] & dims_ok[None, :], other=0.0
+                q_at + dims[:, None], mask=(member < GROUP)[None, :] & dims_ok[:, None], other=0.0
             )
         elif EARLY:
-            query = tl.zeros([ROWS, DIM_PADDED], q.dtype.element_ty)
+            query = tl.zeros([DIM_PADDED, ROWS], q.dtype.element_ty)
             turns_end = tl.maximum(stop, begin + 1)  # a turn, too, where there is the new token alone
         else:
             query, acc, top, weight = _take_product(
@@ -230,10 +235,10 @@ def _decode_kernel(
             position = at + tokens
             inside = position < stop
             turn_slot = slot
-            slot = tl.load(
-                table + position + BLOCK, mask=position + BLOCK < stop, other=0, cache_modifier=".cg"
+            slot = tl.load(table + tl.minimum(position + BLOCK, most), cache_modifier=".cg")
+            keys, values = _turn_of_pool(
+                k_head, v_head, turn_slot, at < stop, KV_HEADS * DIM, DIM, DIM_PADDED
             )
-            keys, values = _turn_of_pool(k_head, v_head, turn_slot, inside, KV_HEADS * DIM, DIM, DIM_PADDED)
             if EARLY:  # noqa: SIM102 - one is a constant
                 if at == begin:
                     # By now K and V of the first turns are asked for.
@@ -246,16 +251,16 @@ def _decode_kernel(
                     if has_queue:  # the launch before takes from it, too, so behind the wait
                         taken = tl.atomic_add(queue, 1, sem="relaxed")
             acc, top, weight = _turn(query, keys, values, inside, acc, top, weight, scale, WARPS > 1, IS_FP32)
-        total_weight = tl.sum(weight, 1) if WARPS > 1 else weight
-        acc = acc * (v_scale / total_weight)[:, None]
+        total_weight = tl.sum(weight, 0) if WARPS > 1 else weight
+        acc = acc * (v_scale / total_weight)[None, :]
         out_at = out + span * (HEADS * DIM)
         heads = head * GROUP + rows // REPEAT
         if count == 1:
-            to = out_at + heads[:, None] * DIM + dims[None, :]
+            to = out_at + heads[None, :] * DIM + dims[:, None]
             tl.store(to, acc.to(out.dtype.element_ty), mask=mask)
         else:
             part = entry.to(tl.int64) * HEADS + heads
-            tl.store(partial + part[:, None] * DIM + dims[None, :], acc, mask=mask)
+            tl.store(partial + part[None, :] * DIM + dims[:, None], acc, mask=mask)
             tl.store(partial_lse + part, top + tl.log2(total_weight), mask=row_ok)
             # The last program to arrive merges: the barrier orders this program's stores before the count.
             tl.debug_barrier()
@@ -327,7 +332,7 @@ def _take_product(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Waits for the qkv product, whose row of this span begins at `of_span`: its queries [ROWS, DIM_PADDED]
+    """Waits for the qkv product, whose row of this span begins at `of_span`: its queries [DIM_PADDED, ROWS]
     as the tensor cores take them, and the sums `acc`, `top` and `weight`. Where `is_last` these begin with
     the new token, which is stored in its slot.
     """
@@ -358,13 +363,13 @@ def _take_product(
         new_k = new_k.to(q.dtype.element_ty).to(tl.float32)
         score = tl.sum(few.to(tl.float32) * new_k[None, :], 1) * scale
         top = tl.reshape(_repeated(score[:, None], REPEAT), [ROWS])
-        acc += new_v.to(q.dtype.element_ty).to(tl.float32)[None, :]
-        weight = tl.where(tl.arange(0, BLOCK)[None, :] == 0, 1.0, weight) if SUM_LATE else weight + 1.0
+        acc += new_v.to(q.dtype.element_ty).to(tl.float32)[:, None]
+        weight = tl.where(tl.arange(0, BLOCK)[:, None] == 0, 1.0, weight) if SUM_LATE else weight + 1.0
     if EARLY:
-        query = _repeated(few, REPEAT)
+        query = tl.trans(_repeated(few, REPEAT))
     else:  # once a tile: without room in the shared memory of its own
         query = tl.broadcast_to(few[:, None, :], [MEMBERS, REPEAT, DIM_PADDED])
-        query = tl.reshape(query, [ROWS, DIM_PADDED])
+        query = tl.trans(tl.reshape(query, [ROWS, DIM_PADDED]))
     return query, acc, top, weight
 
 
@@ -430,18 +435,21 @@ def _turn_of_pool(
     k_head,
     v_head,
     slot,
-    inside,
+    is_any,
     STRIDE: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):
-    """K and V of one head in the slots, [BLOCK, DIM_PADDED] each; zero where not `inside`."""
+    """K [BLOCK, DIM_PADDED] and V [DIM_PADDED, BLOCK] of one head in the slots; zeros unless `is_any`. One
+    condition for all: one for each token would be a fifth of a turn's instructions.
+    """
     dims = tl.arange(0, DIM_PADDED)
     # Slots fit int32, offsets into a big pool do not.
-    offset = slot.to(tl.int64)[:, None] * STRIDE + dims[None, :]
-    readable = inside[:, None] if DIM == DIM_PADDED else inside[:, None] & (dims < DIM)[None, :]
-    keys = tl.load(k_head + offset, mask=readable, other=0.0)
-    values = tl.load(v_head + offset, mask=readable, other=0.0)
+    token = slot.to(tl.int64) * STRIDE
+    readable = dims < tl.where(is_any, DIM, 0)
+    keys = tl.load(k_head + (token[:, None] + dims[None, :]), mask=readable[None, :], other=0.0)
+    # As the tensor cores take it: turned over by the load, not between threads.
+    values = tl.load(v_head + (token[None, :] + dims[:, None]), mask=readable[:, None], other=0.0)
     return keys, values
 
 
@@ -458,17 +466,18 @@ def _turn(
     SUM_LATE: tl.constexpr,
     IS_FP32: tl.constexpr,
 ):
-    """Keys and values [BLOCK, DIM_PADDED] into the sum of V `acc` [ROWS, DIM_PADDED], top score, weight.
+    """Keys [BLOCK, DIM_PADDED] and values [DIM_PADDED, BLOCK] into the sum of V `acc` [DIM_PADDED, ROWS], top
+    score and weight. Heads are few, so they are on the tensor cores' side of 8, not on that of 16.
 
-    SUM_LATE: weights of a row, which lie in several warps, are summed once, not in each turn.
+    SUM_LATE: weights of a head, which lie in several warps, are summed once, not in each turn.
     """
     precision: tl.constexpr = "ieee" if IS_FP32 else "tf32"
-    scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision=precision) * scale
-    scores = tl.where(inside[None, :], scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_top[:, None])
+    scores = tl.dot(keys.to(query.dtype), query, input_precision=precision) * scale
+    scores = tl.where(inside[:, None], scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 0))
+    weights = tl.exp2(scores - new_top[None, :])
     shrink = tl.exp2(top - new_top)
-    weight = weight * shrink[:, None] + weights if SUM_LATE else weight * shrink + tl.sum(weights, 1)
-    acc = acc * shrink[:, None]
-    acc = tl.dot(weights.to(query.dtype), values.to(query.dtype), acc, input_precision=precision)
+    weight = weight * shrink[None, :] + weights if SUM_LATE else weight * shrink + tl.sum(weights, 0)
+    acc = acc * shrink[None, :]
+    acc = tl.dot(values.to(query.dtype), weights.to(query.dtype), acc, input_precision=precision)
     return acc, new_top, weight

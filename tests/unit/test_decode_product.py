@@ -20,8 +20,8 @@ SHAPES = [  # heads, KV heads, head_dim, page size, kv lengths, norm of heads
     (9, 3, 32, 4, [5, 64, 128, 100], True),
     (2, 2, 128, 64, [63, 64, 65, 2], False),
     (16, 1, 256, 16, [66], True),
-    (4, 2, 32, 16, [70, 1, 2, 16, 17, 33], True),  # waits before it asks for K and V
-    (2, 1, 32, 4, [1, 2, 31, 32, 33, 34, 63, 64, 65, 66, 95, 96, 97, 98, 3, 200], False),  # asks first
+    (4, 2, 32, 16, [70, 1, 2, 16, 17, 33], True),
+    (2, 1, 32, 4, [1, 2, 31, 32, 33, 34, 63, 64, 65, 66, 95, 96, 97, 98, 3, 200], False),
 ]
 ONE_PROGRAM = DecodeLaunch(block=16, warps=4, stages=3, programs_per_sm=1, wave_per_sm=2)
 
