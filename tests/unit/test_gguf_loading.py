@@ -245,6 +245,7 @@ def test_yarn_settings_are_read(path: Path) -> None:
 def test_what_is_not_understood_is_refused_by_name(
     path: Path, changes: dict[str, Any], reason: ModelErrorReason, words: str
 ) -> None:
+    """B099: an unknown rope among them; and values that cannot be."""
     write(path, tensors(), **changes)
     with pytest.raises(ModelError, match=words) as caught:
         load(path)
