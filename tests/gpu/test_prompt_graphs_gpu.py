@@ -152,12 +152,16 @@ def test_tokens_that_are_read_are_no_worse_than_with_a_whole_last_layer(
         torch.testing.assert_close(single, exact, rtol=1e-2, atol=1e-2)  # TF32 in attention
 
 
-@pytest.mark.parametrize("min_keys", [1024, 64])
+@pytest.mark.parametrize(("min_keys", "adding_rows"), [(1024, 4096), (64, 1)])
 def test_a_whole_step_leaves_the_bits_of_its_pieces(
-    gpu_model: Callable[[str | Path, torch.dtype], Model], monkeypatch: pytest.MonkeyPatch, min_keys: int
+    gpu_model: Callable[[str | Path, torch.dtype], Model],
+    monkeypatch: pytest.MonkeyPatch,
+    min_keys: int,
+    adding_rows: int,
 ) -> None:
-    """The attention in the graph is the one outside, where keys are split, too."""
+    """The attention in the graph is the one outside; where keys are split, and where products add, too."""
     monkeypatch.setattr("kernels.prefill_plan.MIN_KEYS", min_keys)
+    monkeypatch.setattr("worker.model.fused.ADDING_ROWS", adding_rows)
     model = gpu_model("random:tiny", torch.bfloat16)
     config, fused = model.config, FusedModel(model)
     shape = (SLOTS + 1, config.num_kv_heads, config.head_dim)

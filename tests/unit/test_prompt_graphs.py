@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 from kernels import reference
 from kernels.batch import HostSpans, KvLayer, LastQueries, PagedBatch
+from kernels.rms_norm import add_rms_norm
 from kernels.triton_backend import TritonBackend
 from worker.execution.prompt_graphs import PromptGraphs, WholeSize, token_sizes
 from worker.model.fused import FusedModel, OwnRows
@@ -136,6 +137,36 @@ def test_a_step_in_pieces_is_the_step_in_one_and_padding_writes_the_dummy_page_a
             torch.testing.assert_close(left.k[:SLOTS], right.k[:SLOTS], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(left.v[:SLOTS], right.v[:SLOTS], rtol=1e-5, atol=1e-5)
     assert backend.num_plans == (2 if is_static else 4)
+
+
+def test_products_of_many_rows_add_to_the_residual_as_the_norm_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every layer, so that no norm behind them adds; one with a bias is left to the norm."""
+    monkeypatch.setattr("worker.execution.prompt_graphs.SMALLEST", 8)
+    given: Any = PlainAttention()
+    table, scale = torch.zeros(1, SLOTS, dtype=torch.int32), CONFIG.head_dim**-0.5
+    batch = batch_of(torch.randperm(SLOTS)[:TOKENS].int())
+    inputs = MODEL.embedding[torch.randint(0, CONFIG.vocab_size, (TOKENS,))]
+    biased = toy_model(CONFIG)
+    for layer in biased.layers:
+        layer.output.bias = torch.zeros(CONFIG.hidden_size)
+    found, stored, by_norm = [], [], []
+
+    def counted(*arguments: Any) -> Tensor:
+        by_norm[-1] += 1
+        return add_rms_norm(*arguments)
+
+    monkeypatch.setattr("worker.model.fused.add_rms_norm", counted)
+    for model, least in ((MODEL, 9), (MODEL, 8), (FusedModel(biased, own_rows=OwnRows(0, 0, 0)), 8)):
+        monkeypatch.setattr("worker.model.fused.ADDING_ROWS", least)
+        kv = layers()
+        sizes = {"max_tokens": 8, "dummy_slot": SLOTS, "scale": scale, "capture": False}
+        by_norm.append(0)
+        found.append(PromptGraphs(model, given, kv, table, **sizes).run(inputs.clone(), batch).clone())
+        stored.append(torch.stack([part[:SLOTS] for layer in kv for part in (layer.k, layer.v)]))
+    assert by_norm == [2 * CONFIG.num_layers - 1, 0, CONFIG.num_layers]
+    for other in (1, 2):
+        torch.testing.assert_close(found[other], found[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(stored[other], stored[0], rtol=1e-5, atol=1e-5)
 
 
 def last_of(batch: PagedBatch, tokens: list[int]) -> LastQueries:

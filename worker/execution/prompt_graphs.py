@@ -27,7 +27,7 @@ from kernels.backend import GraphBackend
 from kernels.batch import HostSpans, KvLayer, LastQueries, PagedBatch
 from kernels.prompt_step import mark_broken, prompt_inputs
 from kernels.static_prefill import MAX_SPANS
-from worker.model.fused import FusedModel, LastRows
+from worker.model.fused import FusedModel, LastRows, add
 
 SMALLEST = 64  # tokens
 WHOLE_TOKENS = 1024
@@ -299,7 +299,7 @@ class PromptGraphs:
     def _last_piece(self, size: int) -> None:
         """What follows the last layer's attention, for all tokens."""
         residual, attended = self.hidden[:size], self._attended[:size].flatten(1)
-        residual += self._model.leave(len(self._layers) - 1, attended, residual)
+        add(residual, self._model.leave(len(self._layers) - 1, attended, residual))
 
     @property
     def _layers(self) -> Sequence[KvLayer]:

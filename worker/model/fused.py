@@ -33,6 +33,10 @@ AttendProduct = Callable[[KvLayer, Tensor, Rotary], Tensor]
 what q and K go through) → [T, num_heads, head_dim]. Leaves K and V stored."""
 
 
+ADDING_ROWS = 4096
+"""Rows from which the library's products add to the residual, so that the norm reads one tensor less."""
+
+
 @dataclass(frozen=True, slots=True)
 class LastRows:
     """Which tokens are read behind the last layer, and how they attend there."""
@@ -99,7 +103,7 @@ class FusedModel:
         residual [T, hidden]: embedding rows, overwritten; positions, slots int32 [T].
         """
         q, last = self.store(residual, positions, slots, kv, attend), self.depth - 1
-        residual += self.leave(last, attend(kv[last], q).flatten(1), residual)
+        add(residual, self.leave(last, attend(kv[last], q).flatten(1), residual))
         return residual
 
     def store(
@@ -142,8 +146,7 @@ class FusedModel:
             qkv = self._product(number, pending, residual)
             attended = attend(layer_kv, qkv, self._rotary(self._layers[number]))
             pending = self.leave(number, attended.view(residual.shape[0], -1), residual)
-        if pending is not None:
-            residual += pending
+        add(residual, pending)
         return residual
 
     def new_q(self, num_tokens: int) -> Tensor:
@@ -166,12 +169,11 @@ class FusedModel:
         qkv = self._product(number, pending, residual)
         rotary_store(qkv, kv, slots, positions, self._rotary(self._layers[number]), q)
 
-    def leave(self, number: int, attended: Tensor, residual: Tensor) -> Tensor:
-        """A layer from its attention [T, num_heads * head_dim] on; the last product, not yet added."""
+    def leave(self, number: int, attended: Tensor, residual: Tensor) -> Tensor | None:
+        """A layer from its attention [T, num_heads * head_dim] on; the last product, None: added already."""
         layer = self._layers[number]
-        added = _by_library(layer.output, attended)
-        normed = add_rms_norm(added, residual, layer.mlp_norm, self.config.rms_norm_eps)
-        return _by_library(layer.down, self._activation(normed, layer))
+        normed = self._added_norm(_added(layer.output, attended, residual), residual, layer.mlp_norm)
+        return _added(layer.down, self._activation(normed, layer), residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Last norm and head: [n, vocab_size], dtype of the weights. hidden is of `forward`."""
@@ -227,13 +229,31 @@ class FusedModel:
 
     def _product(self, number: int, pending: Tensor | None, residual: Tensor) -> Tensor:
         """Adds what is pending to the residual; the qkv product of its norm."""
-        layer, eps = self._layers[number], self.config.rms_norm_eps
+        layer = self._layers[number]
+        return layer.qkv(self._added_norm(pending, residual, layer.attention_norm))
+
+    def _added_norm(self, pending: Tensor | None, residual: Tensor, gain: Tensor) -> Tensor:
+        eps = self.config.rms_norm_eps
         if pending is None:
-            return layer.qkv(rms_norm(residual, layer.attention_norm, eps))
-        return layer.qkv(add_rms_norm(pending, residual, layer.attention_norm, eps))
+            return rms_norm(residual, gain, eps)
+        return add_rms_norm(pending, residual, gain, eps)
 
     def _rotary(self, layer: DecoderLayer) -> Rotary:
         return Rotary(self._cos_sin, layer.q_norm, layer.k_norm, self.config.rms_norm_eps)
+
+
+def add(residual: Tensor, pending: Tensor | None) -> None:
+    """What `FusedModel.leave` has left, to the residual."""
+    if pending is not None:
+        residual += pending
+
+
+def _added(linear: Linear, x: Tensor, residual: Tensor) -> Tensor | None:
+    """A product that is to be added to the residual; None: it has been, by the library itself."""
+    if x.shape[0] < ADDING_ROWS or type(linear) is not TorchLinear or linear.bias is not None:
+        return _by_library(linear, x)
+    residual.addmm_(x, linear.weight.t())
+    return None
 
 
 def _by_library(linear: Linear, x: Tensor) -> Tensor:
