@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.timing import READ_TB_S, copies_for, graphed_us
+from benchmarks.workloads import published
 from kernels.batch import KvLayer
 from kernels.decode_plan import DecodeLaunch, make_plan, plan_decode
 from kernels.paged_decode import paged_decode, paged_decode_product
@@ -25,6 +26,8 @@ SHAPES = [(1, 1024), (8, 1024), (64, 1024), (256, 1024), (1, 32768), (64, 8192)]
 """Batch and context of the cells of 32 query heads; FlashInfer's figures of 2026-11 are of these."""
 SMALL_SHAPES = [(8, 640), (64, 640), (256, 640)]
 """The same for 16 query heads: contexts of the offline workload."""
+OFFLINE_STEPS = (50, 200, 500, 800)
+"""Decode steps of the offline workload whose contexts are timed."""
 HEADS = {32: SHAPES, 16: SMALL_SHAPES}
 KV_HEADS, DIM = 8, 128
 
@@ -165,7 +168,7 @@ def measure(cell: Cell, tune: bool) -> dict[str, object]:
 
 
 def cells(pages: list[int]) -> list[tuple[list[int], int, int, str]]:
-    """Arguments of make_cell; the last of a page size is of mixed lengths, as the offline workload has."""
+    """Arguments of make_cell; the last of a page size are of mixed lengths, drawn and of offline256."""
     draw = random.Random(1)
     mixed = [draw.randint(100, 1600) for _ in range(256)]
     listed = []
@@ -173,7 +176,16 @@ def cells(pages: list[int]) -> list[tuple[list[int], int, int, str]]:
         for heads, shapes in HEADS.items():
             listed += [([context] * batch, page, heads, str(context)) for batch, context in shapes]
         listed.append((mixed, page, 16, "100..1600"))
+        for heads, step in itertools.product(HEADS, OFFLINE_STEPS):
+            listed.append((offline_lengths(step), page, heads, f"offline256 at {step}"))
     return listed
+
+
+def offline_lengths(step: int) -> list[int]:
+    """Contexts of the offline workload after so many decode steps."""
+    workload = published(256)
+    pairs = zip(workload.prompts, workload.output_tokens, strict=True)
+    return [len(prompt) + step for prompt, count in pairs if count > step]
 
 
 def main() -> None:
