@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch, prefetch, wait_in_loop
 from kernels.ring_launch import RingLaunch, ring_launch
+from kernels.sliced_launch import SlicedLaunch, sliced_launch
 
 MAX_ROWS = 128
 MAX_TILES = 4096  # that can be split
@@ -48,7 +49,7 @@ class FewRowsLaunch:
     ahead: int = 0  # else: turns of the weight into the L2 cache before the wait
 
 
-Launch = FewRowsLaunch | RingLaunch
+Launch = FewRowsLaunch | RingLaunch | SlicedLaunch
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def product(
     """
     values = x.values if isinstance(x, Scaled) else x
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    launch = launch or ring_launch(values, weight, gated=gated)
+    launch = launch or ring_launch(values, weight, gated=gated) or sliced_launch(values, weight, gated=gated)
     launch = launch or choose_launch(values.shape[0], num_outputs, values.shape[1], gated)
     out = torch.empty(values.shape[0], num_outputs, dtype=values.dtype, device=values.device)
     squares = x.squares if isinstance(x, Scaled) else None
@@ -100,11 +101,13 @@ def add_product(
     num_outputs = weight.shape[0]
     assert residual.shape == (num_rows, num_outputs), f"residual {tuple(residual.shape)}"
     assert residual.is_contiguous(), "residual must be contiguous"
-    launch = launch or ring_launch(x, weight, adds=True)
+    launch = launch or ring_launch(x, weight, adds=True) or sliced_launch(x, weight, adds=True)
     launch = launch or choose_launch(num_rows, num_outputs, width, False)
-    tiles = triton.cdiv(num_outputs, launch.outputs)
+    parts = triton.cdiv(num_outputs, launch.outputs)
+    if isinstance(launch, SlicedLaunch):
+        parts *= launch.programs
     out = Scaled(
-        torch.empty_like(residual), torch.empty(tiles, MAX_ROWS, dtype=torch.float32, device=x.device)
+        torch.empty_like(residual), torch.empty(parts, MAX_ROWS, dtype=torch.float32, device=x.device)
     )
     _launch(x, weight, out.values, launch, num_outputs, bias=bias, add=(residual, gain, out.squares))
     return out
@@ -186,6 +189,24 @@ def _launch(
     assert weight.is_contiguous(), "weight must be contiguous"
     assert x.is_contiguous(), "x must be contiguous"
     tiles, padded = triton.cdiv(num_outputs, launch.outputs), max(16, triton.next_power_of_2(num_rows))
+    residual, gain, squares_out = add or (x, x, x)
+    tensors = out, residual, gain, bias if bias is not None else x, squares if squares is not None else x
+    numbers = num_rows, num_outputs, squares.shape[0] if squares is not None else 0, eps
+    constants: dict[str, int | bool] = {
+        "WIDTH": width,
+        "ROWS": padded,
+        "SQUARES": triton.next_power_of_2(squares.shape[0]) if squares is not None else 0,
+        "SQUARES_STRIDE": MAX_ROWS,
+        "HAS_RESIDUAL": add is not None,
+        "HAS_BIAS": bias is not None,
+        "GATED": gated,
+    }
+    # What the other kernels are written in is not everywhere.
+    if isinstance(launch, SlicedLaunch):
+        from kernels.sliced_product import launch_sliced
+
+        launch_sliced((x, weight, *tensors, squares_out), numbers, constants, launch, tiles)
+        return
     turns = triton.cdiv(width, launch.block)
     splits = triton.cdiv(turns, triton.cdiv(turns, launch.splits))  # each has a turn, in which it waits
     partial, arrived = x, x
@@ -194,22 +215,10 @@ def _launch(
         room = tiles * splits * launch.outputs * padded * (2 if gated else 1)
         partial = torch.empty(room, dtype=torch.float32, device=x.device)
         arrived = _arrivals(x.device)
-    residual, gain, squares_out = add or (x, x, x)
-    tensors = out, residual, gain, bias if bias is not None else x, squares if squares is not None else x
     arguments = *tensors, squares_out, partial, arrived
-    numbers = num_rows, num_outputs, squares.shape[0] if squares is not None else 0, eps
-    constants: dict[str, int | bool] = {
-        "WIDTH": width,
-        "ROWS": padded,
-        "SPLITS": splits,
-        "SQUARES": triton.next_power_of_2(squares.shape[0]) if squares is not None else 0,
-        "SQUARES_STRIDE": MAX_ROWS,
-        "HAS_RESIDUAL": add is not None,
-        "HAS_BIAS": bias is not None,
-        "GATED": gated,
-    }
+    constants["SPLITS"] = splits
     if isinstance(launch, RingLaunch):
-        from kernels.ring_product import launch_ring  # what it is written in is not everywhere
+        from kernels.ring_product import launch_ring
 
         launch_ring(x, weight, arguments, numbers, constants, launch, (tiles, splits))
         return

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 LEAST_ROWS, MOST_ROWS = 33, 64
-"""Where it is ahead; with fewer rows a product in kernels.few_rows is as fast, with more the library's is."""
+"""Where it is ahead; with fewer rows another kernel of ours is as fast or faster, with more the library."""
 
 MULTIPROCESSORS = 132  # of the device that shapes were measured on
 HEAD_OUTPUTS = 65_536
@@ -45,7 +45,7 @@ def choose_launch(weight_rows: int, width: int, *, gated: bool, adds: bool) -> R
         return 0.7 * MULTIPROCESSORS <= programs <= MULTIPROCESSORS
 
     if width < 2048:
-        return None
+        return _of_small_layers(weight_rows, gated=gated, adds=adds)
     if gated:
         return RingLaunch(stages=5) if is_a_wave(weight_rows / 256) else None
     if adds:
@@ -54,6 +54,17 @@ def choose_launch(weight_rows: int, width: int, *, gated: bool, adds: bool) -> R
     if weight_rows >= HEAD_OUTPUTS:
         return RingLaunch(stages=4, programs=2)
     return RingLaunch(outputs=64, warps=4, stages=12) if is_a_wave(weight_rows / 64) else None
+
+
+def _of_small_layers(weight_rows: int, *, gated: bool, adds: bool) -> RingLaunch | None:
+    """Tiles of 64 outputs, in which all or most of a program's weight is on its way at once."""
+    if adds:
+        return None
+    if weight_rows >= HEAD_OUTPUTS:
+        return RingLaunch(outputs=64, warps=4, stages=6, programs=2)
+    tiles = weight_rows / (128 if gated else 64)
+    is_near = MULTIPROCESSORS / 3 <= tiles <= MULTIPROCESSORS / 2
+    return RingLaunch(outputs=64, warps=4, stages=8 if gated else 12) if is_near else None
 
 
 def is_read(matrix: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The kernel of products of 33 to 64 rows with a large weight on Hopper: one warp loads, the others multiply.
+"""The kernel of products of 33 to 64 rows on Hopper: one warp loads, the others multiply.
 
 Bytes: the weight, once, and the input once a tile of outputs. The loading warp fills a ring in shared memory
 by the tensor copy engine: weights of the first turns before it waits for the kernel before this one, their

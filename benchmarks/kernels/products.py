@@ -19,18 +19,19 @@ from torch import Tensor
 from torch.nn.functional import linear
 from triton.testing import do_bench
 
-from kernels import few_rows, matvec, ring_launch
+from kernels import few_rows, matvec, ring_launch, sliced_launch
 from kernels.dependent_launch import dependent_launches
 from kernels.few_rows import FewRowsLaunch, Scaled, add_product, product
 from kernels.matvec import MatvecLaunch
 from kernels.ring_launch import RingLaunch
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.silu_mul import silu_mul
+from kernels.sliced_launch import SlicedLaunch
 
 COLD_BYTES = 400 << 20  # of weights in one graph: many times what the caches hold
 SHARED_BYTES = 220 << 10  # of one program's pipeline
 BANDWIDTH = 4.3e12  # bytes/s, a copy on an H200
-Launch = MatvecLaunch | FewRowsLaunch | RingLaunch
+Launch = MatvecLaunch | FewRowsLaunch | RingLaunch | SlicedLaunch
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Case:
             return matvec.matvec(
                 self.x, weight, norm=norm, residual=residual, gated=layer.is_gated, launch=launch
             )
-        assert launch is None or isinstance(launch, FewRowsLaunch | RingLaunch)
+        assert launch is None or isinstance(launch, FewRowsLaunch | RingLaunch | SlicedLaunch)
         if layer.has_residual:
             add_product(self.x, weight, self.residual, self.gain, launch=launch)
             return self.residual
@@ -224,10 +225,13 @@ def launches(layer: Product, num_rows: int, tune: bool) -> list[Launch]:
     if tune:
         return list(_few_rows(layer, num_rows))
     found: list[Launch] = [few_rows.choose_launch(num_rows, outputs, layer.width, layer.is_gated)]
+    kinds = {"gated": layer.is_gated, "adds": layer.has_residual}
+    others: list[Launch | None] = []
     if ring_launch.LEAST_ROWS <= num_rows <= ring_launch.MOST_ROWS:
-        kinds = {"gated": layer.is_gated, "adds": layer.has_residual}
-        ring = ring_launch.choose_launch(layer.outputs, layer.width, **kinds)
-        found += [ring] if ring is not None else []
+        others.append(ring_launch.choose_launch(layer.outputs, layer.width, **kinds))
+    if num_rows <= sliced_launch.MOST_ROWS:
+        others.append(sliced_launch.choose_launch(layer.outputs, layer.width, **kinds))
+    found += [launch for launch in others if launch is not None]
     return found
 
 

@@ -22,6 +22,14 @@ LLAMA_8B = {
     "head": (128_256, 4096, False, False),
 }
 
+QWEN_06B = {
+    "qkv": (4096, 1024, False, False),
+    "output": (1024, 2048, False, True),
+    "gate and up": (6144, 1024, True, False),
+    "down": (1024, 3072, False, True),
+    "head": (151_936, 1024, False, False),
+}
+
 
 def choice(outputs: int, width: int, gated: bool, adds: bool) -> RingLaunch | None:
     return choose_launch(outputs, width, gated=gated, adds=adds)
@@ -32,21 +40,20 @@ def test_of_a_large_layer_all_but_the_output_product_are_taken():
     assert taken == {"qkv", "gate and up", "down", "head"}
 
 
+def test_of_a_small_layer_those_that_add_are_not_taken():
+    taken = {name for name, shape in QWEN_06B.items() if choice(*shape) is not None}
+    assert taken == {"qkv", "gate and up", "head"}
+
+
 @pytest.mark.parametrize(
-    "shape",
-    [
-        (4096, 1024, False, False),
-        (6144, 1024, True, False),
-        (1024, 3072, False, True),
-        (151_936, 1024, False, False),
-    ],
-    ids=["qkv", "gate and up", "down", "head"],
+    "shape", [(1024, 512, False, False), (16_384, 1024, True, False)], ids=["few", "many"]
 )
-def test_of_a_small_layer_none_is_taken(shape):
+def test_of_a_small_layer_with_other_numbers_of_tiles_none_is_taken(shape):
+    """They were not measured."""
     assert choice(*shape) is None
 
 
-@pytest.mark.parametrize("shape", LLAMA_8B.values(), ids=LLAMA_8B)
+@pytest.mark.parametrize("shape", [*LLAMA_8B.values(), *QWEN_06B.values()])
 def test_a_ring_is_as_large_as_a_multiprocessor_has_room_for(shape):
     """Each turn holds a tile of the weight, gates and ups where gated, and 64 rows of the input."""
     launch = choice(*shape)

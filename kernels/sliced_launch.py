@@ -1,0 +1,69 @@
+"""Which products of a decode step kernels.sliced_product takes, and in which shape. Imports no kernel."""
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+MOST_ROWS = 64
+"""Up to so many it was measured, and ahead."""
+
+MULTIPROCESSORS = 132  # of the device that shapes were measured on
+SHARED_BYTES = 224 << 10  # of one of them, for a program's part of the weight and of the input
+BLOCK = 128  # a program's part of the width is a multiple of it
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SlicedLaunch:
+    """Launch shape; timings of the choices in docs/kernels.md."""
+
+    outputs: int = 64  # a cluster, gated: of each half
+    programs: int = 4  # of a cluster, which share the width and then the outputs
+    warps: int = 4
+
+
+def sliced_launch(
+    x: Tensor, weight: Tensor, *, gated: bool = False, adds: bool = False
+) -> SlicedLaunch | None:
+    """The shape for x [num_rows, width] @ weight.T where the kernel is there and was the fastest, or None."""
+    if not 1 < x.shape[0] <= MOST_ROWS or not is_there(x.device):
+        return None
+    if not (_is_read(x) and _is_read(weight)):
+        return None
+    return choose_launch(weight.shape[0], weight.shape[1], gated=gated, adds=adds)
+
+
+def choose_launch(weight_rows: int, width: int, *, gated: bool, adds: bool) -> SlicedLaunch | None:
+    """For products near those measured: half a wave of programs or a whole one, each with all of its part."""
+    launch = SlicedLaunch() if adds else SlicedLaunch(programs=2, warps=8 if gated else 4)
+    num_outputs = weight_rows // 2 if gated else weight_rows
+    tile = weight_rows * launch.outputs // num_outputs
+    part = width // launch.programs
+    is_whole = num_outputs % launch.outputs == 0 and width % (launch.programs * BLOCK) == 0
+    fits = 2 * (tile + MOST_ROWS) * part <= SHARED_BYTES
+    programs = num_outputs // launch.outputs * launch.programs
+    is_a_wave = MULTIPROCESSORS // 3 <= programs <= MULTIPROCESSORS
+    return launch if is_whole and fits and is_a_wave else None
+
+
+def _is_read(matrix: Tensor) -> bool:
+    """Whether it is copied 16 bytes at a time."""
+    return matrix.dtype == torch.bfloat16 and matrix.data_ptr() % 16 == 0
+
+
+@cache
+def is_there(device: torch.device) -> bool:
+    """Whether the device has the instructions, and this Triton the names, that the kernel is made of."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        import_module("kernels.sliced_product")
+    except (ImportError, AttributeError) as error:
+        log.warning("event=sliced_product_absent why=%r", error)
+        return False
+    return True
