@@ -133,9 +133,10 @@ class WorkerPool:
     def facts(self) -> WorkerFacts | None:
         """Facts of a worker that is there, or was there last: model and limits."""
         known = self.known
-        up = [link for link in known if link.is_up]
-        chosen = (up or known)[:1]
-        return chosen[0].facts if chosen else None
+        for link in known:
+            if link.is_up:
+                return link.facts
+        return known[0].facts if known else None
 
     @property
     def pinned_pages(self) -> int:
@@ -163,10 +164,11 @@ class WorkerPool:
 
     def pick(self, request: Request, avoid: Collection[str] = ()) -> WorkerLink | None:
         """The worker for a request, none of those in `avoid` if there are others; None: nobody is usable."""
-        links = {link.address: link for link in self.usable}
-        if len(links) < 2:
-            return next(iter(links.values()), None)
-        first = next(iter(links.values())).facts
+        usable = self.usable
+        if len(usable) < 2:
+            return usable[0] if usable else None
+        links = {link.address: link for link in usable}
+        first = usable[0].facts
         assert first is not None, "a usable worker has introduced itself"
         uses_cache = request.cache_read or request.cache_write
         key = routing_key(request.prompt_ids, first.page_size, request.page_salt) if uses_cache else b""

@@ -8,8 +8,9 @@ import os
 import random
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -17,7 +18,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from kvatlas.constraints.text import ConstraintText
 from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1.server_pb2 import DefaultSampling
-from service.handlers.validate import seconds
+from service.handlers.validate import plane_of, seconds, set_fields
 from service.request import Call, KvBill, Output, PrefixCounts, Request, Sampling, Scores, Stops
 
 TokenBytes = Callable[[int], bytes]
@@ -38,24 +39,34 @@ class StreamShape:
 # From the client
 
 
-def request_from(spec: pb.GenerationSpec, call: Call, defaults: DefaultSampling) -> Request:
-    """A spec with its defaults filled in; `with_prompt` completes it."""
-    scheduling, cache = spec.scheduling, spec.cache
+def prompt_ids(spec: pb.GenerationSpec) -> "array[int]":
+    """The ids that a client sent; none where its prompt is text or a chat."""
+    return plane_of(spec.token_ids.ids)
+
+
+def request_from(
+    spec: pb.GenerationSpec, call: Call, defaults: DefaultSampling, prompt_ids: "array[int]"
+) -> Request:
+    """A spec with its defaults filled in; `with_prompt` completes it. Reads what is set, nothing else."""
+    given = set_fields(spec)
+    sampling = set_fields(spec.sampling) if "sampling" in given else _NOTHING
+    scheduling = set_fields(spec.scheduling) if "scheduling" in given else _NOTHING
+    cache = set_fields(spec.cache) if "cache" in given else _NOTHING
     return Request(
         request_id=call.request_id,
-        prompt_ids=array("I", spec.token_ids.ids[:]),  # a list: see validate.Violations.ids
-        sampling=_sampling(spec.sampling, defaults),
-        stops=_stops(spec.stop),
-        output=_output(spec.output),
-        num_samples=spec.sampling.n if spec.sampling.HasField("n") else 1,
-        priority=scheduling.priority,
-        queue_timeout_ms=_milliseconds(scheduling.queue_timeout),
-        cache_read=not cache.HasField("read") or cache.read,
-        cache_write=not cache.HasField("write") or cache.write,
-        cache_salt=cache.salt.encode(),
+        prompt_ids=prompt_ids,
+        sampling=_sampling(sampling, defaults),
+        stops=_stops(set_fields(spec.stop)) if "stop" in given else _NO_STOPS,
+        output=_output(set_fields(spec.output)) if "output" in given else _PLAIN_OUTPUT,
+        num_samples=sampling.get("n", 1),
+        priority=scheduling.get("priority", 0),
+        queue_timeout_ms=_milliseconds(scheduling.get("queue_timeout")),
+        cache_read=cache.get("read", True),
+        cache_write=cache.get("write", True),
+        cache_salt=cache.get("salt", "").encode(),
         tenant=call.tenant,
-        labels=dict(spec.labels),
-        adapter=spec.adapter,
+        labels=dict(spec.labels) if "labels" in given else {},
+        adapter=given.get("adapter", ""),
         constraint=_constraint(spec),
         traceparent=call.traceparent,
         receive_time_ns=call.receive_time_ns,
@@ -77,7 +88,7 @@ def stream_shape(request: pb.StreamGenerateRequest) -> StreamShape:
     """StreamOptions with its defaults filled in, and what is there already."""
     options = request.stream
     hold = seconds(options.max_hold) if options.HasField("max_hold") else DEFAULT_HOLD_SECONDS
-    resume_ids = array("I", request.resume_after.ids)
+    resume_ids = plane_of(request.resume_after.ids)
     return StreamShape(max(1, options.min_tokens_per_message), hold, options.queue_updates, resume_ids)
 
 
@@ -89,43 +100,42 @@ def new_request_id() -> str:
     return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
 
 
-def _sampling(given: pb.SamplingParams, defaults: DefaultSampling) -> Sampling:
-    def value(name: str) -> float:
-        return float(getattr(given if given.HasField(name) else defaults, name))
-
+def _sampling(given: Mapping[str, Any], defaults: DefaultSampling) -> Sampling:
+    bias = given.get("logit_bias")
     return Sampling(
-        temperature=value("temperature"),
-        top_p=value("top_p") or 1.0,
-        top_k=int(value("top_k")),
-        min_p=value("min_p"),
-        repetition_penalty=value("repetition_penalty") or 1.0,
-        frequency_penalty=value("frequency_penalty"),
-        presence_penalty=value("presence_penalty"),
-        seed=given.seed if given.HasField("seed") else _DRAW.getrandbits(64),
-        logit_bias=tuple(given.logit_bias.items()),
+        temperature=given.get("temperature", defaults.temperature),
+        top_p=given.get("top_p", defaults.top_p) or 1.0,
+        top_k=given.get("top_k", defaults.top_k),
+        min_p=given.get("min_p", defaults.min_p),
+        repetition_penalty=given.get("repetition_penalty", defaults.repetition_penalty) or 1.0,
+        frequency_penalty=given.get("frequency_penalty", defaults.frequency_penalty),
+        presence_penalty=given.get("presence_penalty", defaults.presence_penalty),
+        seed=given["seed"] if "seed" in given else _DRAW.getrandbits(64),
+        logit_bias=tuple(bias.items()) if bias is not None else (),
     )
 
 
-def _stops(stop: pb.StopCriteria) -> Stops:
+def _stops(given: Mapping[str, Any]) -> Stops:
     return Stops(
-        max_tokens=stop.max_tokens,  # 0 while unset; with_prompt resolves it
-        is_limit_given=stop.HasField("max_tokens"),
-        min_tokens=stop.min_tokens,
-        strings=tuple(stop.stop_strings),
-        token_ids=tuple(stop.stop_token_ids),
-        ignore_eos=stop.ignore_eos,
-        include_in_output=stop.include_stop_in_output,
-        max_duration_ms=_milliseconds(stop.max_duration),
+        max_tokens=given.get("max_tokens", 0),  # 0 while unset; with_prompt resolves it
+        is_limit_given="max_tokens" in given,
+        min_tokens=given.get("min_tokens", 0),
+        strings=tuple(given.get("stop_strings", ())),
+        token_ids=tuple(given.get("stop_token_ids", ())),
+        ignore_eos=given.get("ignore_eos", False),
+        include_in_output=given.get("include_stop_in_output", False),
+        max_duration_ms=_milliseconds(given.get("max_duration")),
     )
 
 
-def _output(output: pb.OutputOptions) -> Output:
+def _output(given: Mapping[str, Any]) -> Output:
+    form = given.get("format", pb.OUTPUT_FORMAT_UNSPECIFIED)
     return Output(
-        text=output.format != pb.OUTPUT_FORMAT_TOKEN_IDS,
-        ids=output.format in (pb.OUTPUT_FORMAT_TOKEN_IDS, pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS),
-        logprobs=output.logprobs if output.HasField("logprobs") else None,
-        prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
-        skip_special=not output.HasField("skip_special_tokens") or output.skip_special_tokens,
+        text=form != pb.OUTPUT_FORMAT_TOKEN_IDS,
+        ids=form in (pb.OUTPUT_FORMAT_TOKEN_IDS, pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS),
+        logprobs=given.get("logprobs"),
+        prompt_logprobs=given.get("prompt_logprobs"),
+        skip_special=given.get("skip_special_tokens", True),
     )
 
 
@@ -138,10 +148,16 @@ def _constraint(spec: pb.GenerationSpec) -> ConstraintText | None:
     return ConstraintText(kind, getattr(spec, kind))
 
 
-def _milliseconds(duration: Duration) -> int:
+def _milliseconds(duration: Duration | None) -> int:
     """0 for an unset one; a set one is never 0, since 0 means no limit on the seam."""
+    if duration is None:
+        return 0
     value = seconds(duration)
     return max(1, round(value * 1000)) if value > 0 else 0
+
+
+_NOTHING: Mapping[str, Any] = {}
+_NO_STOPS, _PLAIN_OUTPUT = _stops(_NOTHING), _output(_NOTHING)
 
 
 # To the client

@@ -36,7 +36,7 @@ from service.writing import write
 
 REQUEST_ID_KEY = "x-request-id"
 QUEUE_UPDATE_SECONDS = 1.0
-_WHOLE = StreamShape()  # of a unary call: nothing is cut
+_PLAIN = StreamShape()  # where a client asks for nothing else
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -50,7 +50,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         """The whole answer. Nothing is sent before it, so the client may retry throughout."""
-        async with self._running(request.spec, _WHOLE, ()) as run:
+        async with self._running(request.spec, _PLAIN, ()) as run:
             run.settle()
             while not run.is_admitted:
                 await run.wait()
@@ -75,8 +75,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def StreamGenerate(self, request: pb.StreamGenerateRequest, context: Any) -> None:
         """The answer as it comes. From the end of the last sequence on the reader has limited time."""
-        faults = validate.stream_options(request.stream)
-        shape = convert.stream_shape(request) if not faults else _WHOLE
+        faults: Sequence[Violation] = ()
+        shape = _PLAIN
+        if request.HasField("stream") or request.HasField("resume_after"):
+            faults = validate.stream_options(request.stream)
+            shape = convert.stream_shape(request) if not faults else _PLAIN
         async with self._running(request.spec, shape, faults) as run:
             stream = _Stream(run, context)
             patience = asyncio.timeout(None)

@@ -42,12 +42,13 @@ class Opening:
         backstage.refuse_if_draining()
         known = backstage.pool.facts
         limits = (known.vocab_size, backstage.max_samples(known)) if known is not None else (1 << 32,)
-        if found := [*validate.generation(spec, *limits), *faults]:
+        ids = convert.prompt_ids(spec)
+        if found := [*validate.generation(spec, *limits, prompt_ids=ids), *faults]:
             raise errors.invalid_fields(found)
         if spec.scheduling.priority > 0 and not call.may("priority"):
             raise errors.missing_scope("priority")
         facts = backstage.facts_of(spec.model)
-        request = convert.request_from(spec, call, facts.model.defaults)
+        request = convert.request_from(spec, call, facts.model.defaults, ids)
         if request.constraint is not None and "constraints" not in backstage.features_of(facts):
             raise errors.feature_disabled("constraints")
         if request.adapter and "adapters" not in facts.features:

@@ -4,14 +4,13 @@ Owns the choice of thread: long text is rendered and tokenized beside the event 
 """
 
 import json
-from array import array
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvatlas.v1 import generation_pb2 as pb
 from service import errors
 from service.errors import Violation
-from service.handlers.validate import num_bytes
+from service.handlers.validate import num_bytes, plane_of
 from service.text.chat import ChatTemplate, ChatTemplateError, ChatTurn
 from service.text.threads import TextThreads
 from service.text.tokenizer import ChatText, Encoded, Tokenizer
@@ -43,7 +42,7 @@ class Prompts:
         """Ids of a validated spec. Raises Failure for what the chat template refuses."""
         kind = spec.WhichOneof("prompt")
         if kind == "token_ids":
-            return array("I", spec.token_ids.ids[:])  # a list: see validate.Violations.ids
+            return plane_of(spec.token_ids.ids)
         if kind == "text":
             text = spec.text
             return await self._threads.run(num_bytes(text), lambda: self.tokenizer.encode(text))

@@ -7,10 +7,12 @@ a rule per item (a generic validator took 1.8 ms for 8 192 ids with a rule per i
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from kvatlas.constraints.text import MAX_CONSTRAINT_BYTES
@@ -57,33 +59,27 @@ class Violations:
         """One more."""
         self.found.append(Violation(path, description))
 
-    def number(self, path: str, message: Any, name: str, low: float, high: float, *, opens: str = "") -> None:
-        """An optional number in [low, high]; `opens` has "(" or ")" for an end that does not belong to it.
+    def number(self, path: str, value: float, low: float, high: float, *, opens: str = "") -> None:
+        """A number in [low, high]; `opens` has "(" or ")" for an end that does not belong to it.
 
         NaN is in no range.
         """
-        if not message.HasField(name):
-            return
-        value = getattr(message, name)
         inside = (low < value if "(" in opens else low <= value) and (
             value < high if ")" in opens else value <= high
         )
         if not inside:
             left, right = ("(" if "(" in opens else "["), (")" if ")" in opens else "]")
-            self.add(f"{path}.{name}", f"{value:g} is not in {left}{low:g}, {high:g}{right}")
+            self.add(path, f"{value:g} is not in {left}{low:g}, {high:g}{right}")
 
-    def duration(self, path: str, message: Any, name: str, high: float, *, may_be_zero: bool = False) -> None:
-        """An optional length of time, above 0 if nothing else is said."""
-        if not message.HasField(name):
-            return
-        value = seconds(getattr(message, name))
+    def duration(self, path: str, given: Duration, high: float, *, may_be_zero: bool = False) -> None:
+        """A length of time, above 0 if nothing else is said."""
+        value = seconds(given)
         if not 0 <= value <= high or (value == 0 and not may_be_zero):
-            self.add(f"{path}.{name}", f"{value:g} s is not in {'[' if may_be_zero else '('}0, {high:g}] s")
+            self.add(path, f"{value:g} s is not in {'[' if may_be_zero else '('}0, {high:g}] s")
 
     def ids(self, path: str, ids: Sequence[int], vocab_size: int) -> None:
         """Token ids below the vocabulary's size."""
-        # A slice of a repeated field is a list, which is walked in a fraction of the time.
-        if ids and (largest := max(ids[:])) >= vocab_size:
+        if ids and (largest := int(np.asarray(plane_of(ids)).max())) >= vocab_size:
             self.add(path, f"token id {largest} is not below the vocabulary's size {vocab_size}")
 
     def known(self, path: str, value: int, enum: Any, *, may_be_unset: bool = True) -> None:
@@ -92,26 +88,33 @@ class Violations:
             self.add(path, f"{value} is no value of {enum.DESCRIPTOR.name}" if value else "must be set")
 
 
-def generation(spec: pb.GenerationSpec, vocab_size: int, max_samples: int = MAX_SAMPLES) -> list[Violation]:
-    """All that is wrong with a GenerationSpec."""
+def generation(
+    spec: pb.GenerationSpec,
+    vocab_size: int,
+    max_samples: int = MAX_SAMPLES,
+    *,
+    prompt_ids: "array[int] | None" = None,
+) -> list[Violation]:
+    """All that is wrong with a GenerationSpec. `prompt_ids`: its token ids, if they were taken out."""
     found = Violations()
-    if spec.request_id and not REQUEST_ID.fullmatch(spec.request_id):
-        found.add("spec.request_id", "must be 1 to 64 characters of [A-Za-z0-9_.:-]")
-    prompt(found, spec, "prompt", vocab_size, path="spec.")
     # What is not set is right, and takes time before every first token.
-    if spec.HasField("sampling"):
-        _sampling(found, spec.sampling, vocab_size, max_samples)
-    if spec.HasField("stop"):
-        _stop(found, spec.stop, vocab_size)
-    if spec.HasField("output"):
-        _output(found, spec.output)
-    if spec.HasField("scheduling"):
-        found.number("spec.scheduling", spec.scheduling, "priority", -MAX_PRIORITY, MAX_PRIORITY)
-        found.duration("spec.scheduling", spec.scheduling, "queue_timeout", MAX_DURATION_SECONDS)
-    if len(spec.cache.salt.encode()) > MAX_SALT_BYTES:
+    given = set_fields(spec)
+    if "request_id" in given and not REQUEST_ID.fullmatch(spec.request_id):
+        found.add("spec.request_id", "must be 1 to 64 characters of [A-Za-z0-9_.:-]")
+    prompt(found, spec, "prompt", vocab_size, path="spec.", ids=prompt_ids)
+    if "sampling" in given:
+        _sampling(found, set_fields(spec.sampling), vocab_size, max_samples)
+    if "stop" in given:
+        _stop(found, set_fields(spec.stop), vocab_size)
+    if "output" in given:
+        _output(found, set_fields(spec.output))
+    if "scheduling" in given:
+        _scheduling(found, set_fields(spec.scheduling))
+    if "cache" in given and len(spec.cache.salt.encode()) > MAX_SALT_BYTES:
         found.add("spec.cache.salt", f"longer than {MAX_SALT_BYTES} bytes")
     _constraint(found, spec)
-    _labels(found, spec.labels.items())
+    if "labels" in given:
+        _labels(found, spec.labels.items())
     return found.found
 
 
@@ -121,7 +124,8 @@ def stream_options(options: pb.StreamOptions) -> list[Violation]:
     if options.min_tokens_per_message > MAX_TOKENS_PER_MESSAGE:
         description = f"{options.min_tokens_per_message} is more than {MAX_TOKENS_PER_MESSAGE}"
         found.add("stream.min_tokens_per_message", description)
-    found.duration("stream", options, "max_hold", MAX_HOLD_SECONDS, may_be_zero=True)
+    if options.HasField("max_hold"):
+        found.duration("stream.max_hold", options.max_hold, MAX_HOLD_SECONDS, may_be_zero=True)
     return found.found
 
 
@@ -179,7 +183,25 @@ def seconds(duration: Duration) -> float:
     return duration.seconds + duration.nanos * 1e-9
 
 
-def prompt(found: Violations, message: Any, oneof: str, vocab_size: int, *, path: str = "") -> None:
+def set_fields(message: Any) -> Mapping[str, Any]:
+    """The values that are set, by name: a look at each field that may be would take longer."""
+    return {field.name: value for field, value in message.ListFields()}
+
+
+def plane_of(ids: Sequence[int]) -> "array[int]":
+    """Token ids as they are kept. A slice of a repeated field is a list, walked in a fraction of the time."""
+    return ids if isinstance(ids, array) else array("I", ids[:])
+
+
+def prompt(
+    found: Violations,
+    message: Any,
+    oneof: str,
+    vocab_size: int,
+    *,
+    path: str = "",
+    ids: "array[int] | None" = None,
+) -> None:
     """Text, ids or chat turns: exactly one of a message's oneof; `path` ends with a dot, or is empty."""
     kind = message.WhichOneof(oneof)
     if kind is None:
@@ -191,7 +213,7 @@ def prompt(found: Violations, message: Any, oneof: str, vocab_size: int, *, path
     elif not message.token_ids.ids:
         found.add(f"{path}token_ids.ids", "must not be empty")
     else:
-        found.ids(f"{path}token_ids.ids", message.token_ids.ids, vocab_size)
+        found.ids(f"{path}token_ids.ids", ids if ids is not None else message.token_ids.ids, vocab_size)
 
 
 def _text(found: Violations, path: str, text: str, *, may_be_empty: bool = False) -> None:
@@ -247,14 +269,16 @@ def _json_object(found: Violations, path: str, text: str) -> None:
         found.add(path, "must be a JSON object")
 
 
-def _sampling(found: Violations, sampling: pb.SamplingParams, vocab_size: int, max_samples: int) -> None:
+def _sampling(found: Violations, given: Mapping[str, Any], vocab_size: int, max_samples: int) -> None:
     path = "spec.sampling"
-    for name, (low, high, opens) in _SAMPLING_RANGES.items():
-        if sampling.HasField(name):
-            found.number(path, sampling, name, low, high, opens=opens)
-    found.number(path, sampling, "n", 1, max_samples)
-    bias = sampling.logit_bias
-    if not bias:
+    for name, value in given.items():
+        if (limits := _SAMPLING_RANGES.get(name)) is not None:
+            low, high, opens = limits
+            found.number(f"{path}.{name}", value, low, high, opens=opens)
+    if "n" in given:
+        found.number(f"{path}.n", given["n"], 1, max_samples)
+    bias = given.get("logit_bias")
+    if bias is None:
         return
     if len(bias) > MAX_BIASES:
         found.add(f"{path}.logit_bias", f"{len(bias)} entries are more than {MAX_BIASES}")
@@ -265,28 +289,39 @@ def _sampling(found: Violations, sampling: pb.SamplingParams, vocab_size: int, m
             found.add(f"{path}.logit_bias[{token_id}]", f"{value:g} is not in [-100, 100]")
 
 
-def _stop(found: Violations, stop: pb.StopCriteria, vocab_size: int) -> None:
+def _stop(found: Violations, given: Mapping[str, Any], vocab_size: int) -> None:
     path = "spec.stop"
-    if stop.HasField("max_tokens"):
-        if stop.max_tokens == 0:
+    if "max_tokens" in given:
+        most, least = given["max_tokens"], given.get("min_tokens", 0)
+        if most == 0:
             found.add(f"{path}.max_tokens", "must be at least 1")
-        elif stop.min_tokens > stop.max_tokens:
-            found.add(f"{path}.min_tokens", f"{stop.min_tokens} is more than max_tokens {stop.max_tokens}")
-    if len(stop.stop_strings) > MAX_STOP_STRINGS:
-        found.add(f"{path}.stop_strings", f"{len(stop.stop_strings)} are more than {MAX_STOP_STRINGS}")
-    for index, text in enumerate(stop.stop_strings[:MAX_STOP_STRINGS]):
+        elif least > most:
+            found.add(f"{path}.min_tokens", f"{least} is more than max_tokens {most}")
+    texts, ids = given.get("stop_strings", ()), given.get("stop_token_ids", ())
+    if len(texts) > MAX_STOP_STRINGS:
+        found.add(f"{path}.stop_strings", f"{len(texts)} are more than {MAX_STOP_STRINGS}")
+    for index, text in enumerate(texts[:MAX_STOP_STRINGS]):
         if not 1 <= num_bytes(text) <= MAX_STOP_BYTES:
             found.add(f"{path}.stop_strings[{index}]", f"must be 1 to {MAX_STOP_BYTES} bytes")
-    if len(stop.stop_token_ids) > MAX_STOP_TOKENS:
-        found.add(f"{path}.stop_token_ids", f"{len(stop.stop_token_ids)} are more than {MAX_STOP_TOKENS}")
-    found.ids(f"{path}.stop_token_ids", stop.stop_token_ids, vocab_size)
-    found.duration(path, stop, "max_duration", MAX_DURATION_SECONDS)
+    if len(ids) > MAX_STOP_TOKENS:
+        found.add(f"{path}.stop_token_ids", f"{len(ids)} are more than {MAX_STOP_TOKENS}")
+    found.ids(f"{path}.stop_token_ids", ids, vocab_size)
+    if "max_duration" in given:
+        found.duration(f"{path}.max_duration", given["max_duration"], MAX_DURATION_SECONDS)
 
 
-def _output(found: Violations, output: pb.OutputOptions) -> None:
-    found.known("spec.output.format", output.format, pb.OutputFormat)
-    found.number("spec.output", output, "logprobs", 0, MAX_LOGPROBS)
-    found.number("spec.output", output, "prompt_logprobs", 0, MAX_LOGPROBS)
+def _output(found: Violations, given: Mapping[str, Any]) -> None:
+    found.known("spec.output.format", given.get("format", 0), pb.OutputFormat)
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in given:
+            found.number(f"spec.output.{name}", given[name], 0, MAX_LOGPROBS)
+
+
+def _scheduling(found: Violations, given: Mapping[str, Any]) -> None:
+    path = "spec.scheduling"
+    found.number(f"{path}.priority", given.get("priority", 0), -MAX_PRIORITY, MAX_PRIORITY)
+    if "queue_timeout" in given:
+        found.duration(f"{path}.queue_timeout", given["queue_timeout"], MAX_DURATION_SECONDS)
 
 
 def _constraint(found: Violations, spec: pb.GenerationSpec) -> None:

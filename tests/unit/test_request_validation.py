@@ -1,6 +1,7 @@
 """Every limit of a request: the last good value passes, the first bad one is named by its path."""
 
 import sys
+from array import array
 from types import FrameType
 from typing import Any
 
@@ -203,7 +204,7 @@ def test_unset_values_take_the_models_defaults_and_set_zeros_stay_zeros() -> Non
     from kvatlas.v1.server_pb2 import DefaultSampling
 
     defaults = DefaultSampling(temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, repetition_penalty=1.1)
-    unset = convert.request_from(spec_of(), Call("m"), defaults)
+    unset = convert.request_from(spec_of(), Call("m"), defaults, array("I"))
     assert unset.sampling.temperature == pytest.approx(0.7)
     assert (unset.sampling.top_k, unset.num_samples) == (40, 1)
     assert (unset.cache_read, unset.cache_write, unset.output.skip_special) == (True, True, True)
@@ -215,6 +216,7 @@ def test_unset_values_take_the_models_defaults_and_set_zeros_stay_zeros() -> Non
         ),
         Call("m"),
         defaults,
+        array("I"),
     )
     assert (zero.sampling.temperature, zero.sampling.top_k, zero.sampling.min_p) == (0, 0, 0)
     assert (zero.cache_read, zero.cache_write, zero.output.skip_special, zero.output.logprobs) == (
