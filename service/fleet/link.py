@@ -83,7 +83,7 @@ class WorkerLink:
             loop=loop,
             identity=instance_id,
             seam=seam,
-            on_frames=self._on_frames,
+            on_message=self._on_encoded,
             on_feed=self._on_feed,
             on_end=self._on_end,
         )
@@ -198,9 +198,9 @@ class WorkerLink:
 
     # Receiving
 
-    def _on_frames(self, frames: list[bytes]) -> None:
+    def _on_encoded(self, data: bytes) -> None:
         try:
-            self._take(*codec.decode(frames[0]))
+            self._take(*codec.decode(data))
         except Exception:  # whatever a worker sends costs it this connection; the loop reads on
             log.exception("event=bad_message worker=%s", self.worker_id)
             self._lose(LostReason.PARTITION, "sent a message that cannot be used")

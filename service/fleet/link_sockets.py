@@ -1,25 +1,94 @@
-"""The sockets of one link: a DEALER for commands and steps, its monitor, and a SUB for page feeds.
+"""The sockets of one link: a DEALER for commands and steps, and a SUB for page feeds.
 
-Owns them from one open() to the next close(); both may come again. Sending only appends to a queue.
-Knows no messages.
+Owns them from one open() to the next close(); both may come again. Sending never waits. To a worker of this
+host the DEALER is ours (dealer.py), to another one libzmq's, with a monitor. Knows no messages.
 """
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from service.fleet.dealer import Dealer
 from service.fleet.seam import EVENTS, SeamClient
 from service.fleet.socket_reader import SocketReader
 
 SEND_QUEUE = 10_000  # messages; a full queue is a lost worker, never a wait
+SEND_QUEUE_BYTES = 64 << 20  # the same on one host, where they are counted by size
 CONNECT_MS, HANDSHAKE_MS = 2_000, 5_000  # of one try: after a partition TCP alone would wait a minute longer
+IPC = "ipc://"
 Context = zmq.Context["zmq.Socket[bytes]"]
 
 
+class EngineSocket(Protocol):
+    """What a link needs of a DEALER."""
+
+    def send(self, message: bytes) -> bool:
+        """Puts a message in the queue; False: that is full."""
+        ...
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Frees it."""
+        ...
+
+
+class ZmqDealer:
+    """libzmq's, for workers of other hosts: it may encrypt. Its monitor tells why a connection is over."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        context: Context,
+        loop: asyncio.AbstractEventLoop,
+        identity: bytes,
+        seam: SeamClient,
+        on_message: Callable[[bytes], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        self._seam = seam
+        self._on_end = on_end
+        dealer = context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.ROUTING_ID, identity)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+        dealer.setsockopt(zmq.RCVHWM, SEND_QUEUE)
+        dealer.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
+        dealer.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        dealer.setsockopt(zmq.RECONNECT_IVL, 100)
+        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 250)  # a worker that has just begun to listen is found soon
+        seam.prepare(dealer)
+        monitor = dealer.get_monitor_socket(EVENTS)
+        self._dealer = SocketReader(loop, dealer, lambda frames: on_message(frames[0]))
+        self._monitor = SocketReader(loop, monitor, self._hear)
+        dealer.connect(address)
+
+    def send(self, message: bytes) -> bool:
+        """Puts a message in the queue; False: that is full."""
+        try:
+            self._dealer.socket.send(message, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        # Sending may have consumed the edge that announced a message (api.md 8).
+        self._dealer.drain_soon()
+        return True
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Frees both."""
+        self._monitor.stop()
+        self._dealer.socket.disable_monitor()
+        self._monitor.close(linger_ms)
+        self._dealer.close(linger_ms)
+
+    def _hear(self, frames: list[bytes]) -> None:
+        if why := self._seam.hear(parse_monitor_message(frames)):
+            self._on_end(why)
+
+
 class LinkSockets:
-    """`on_frames` gets what comes on the DEALER, `on_feed` topic and payload, `on_end` why it is over."""
+    """`on_message` gets what comes on the DEALER, `on_feed` topic and payload, `on_end` why it is over."""
 
     def __init__(
         self,
@@ -29,7 +98,7 @@ class LinkSockets:
         loop: asyncio.AbstractEventLoop,
         identity: str,
         seam: SeamClient,
-        on_frames: Callable[[list[bytes]], None],
+        on_message: Callable[[bytes], None],
         on_feed: Callable[[bytes, bytes], None],
         on_end: Callable[[str], None],
     ) -> None:
@@ -38,11 +107,10 @@ class LinkSockets:
         self._loop = loop
         self._identity = identity.encode()
         self._seam = seam
-        self._on_frames = on_frames
+        self._on_message = on_message
         self._on_feed = on_feed
         self._on_end = on_end
-        self._engine: SocketReader | None = None
-        self._monitor: SocketReader | None = None
+        self._engine: EngineSocket | None = None
         self._pages: SocketReader | None = None
         self._topics: set[bytes] = set()
 
@@ -54,33 +122,31 @@ class LinkSockets:
     def open(self, first: bytes) -> None:
         """Starts to connect, with a first message; returns at once."""
         assert self._engine is None, "open already"
-        engine = self._context.socket(zmq.DEALER)
-        engine.setsockopt(zmq.ROUTING_ID, self._identity)
-        engine.setsockopt(zmq.LINGER, 0)
-        engine.setsockopt(zmq.SNDHWM, SEND_QUEUE)
-        engine.setsockopt(zmq.RCVHWM, SEND_QUEUE)
-        engine.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
-        engine.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        engine.setsockopt(zmq.RECONNECT_IVL, 100)
-        engine.setsockopt(zmq.RECONNECT_IVL_MAX, 250)  # a worker that has just begun to listen is found soon
-        self._seam.prepare(engine)
-        monitor = engine.get_monitor_socket(EVENTS)
-        self._engine = SocketReader(self._loop, engine, self._on_frames)
-        self._monitor = SocketReader(self._loop, monitor, self._hear)
-        engine.connect(self._address)
-        engine.send(first, zmq.NOBLOCK)
-        self._engine.drain_soon()
+        if self._address.startswith(IPC):
+            self._engine = Dealer(
+                self._address.removeprefix(IPC),
+                loop=self._loop,
+                identity=self._identity,
+                limit_bytes=SEND_QUEUE_BYTES,
+                on_message=self._on_message,
+                on_end=self._on_end,
+            )
+        else:
+            self._engine = ZmqDealer(
+                self._address,
+                context=self._context,
+                loop=self._loop,
+                identity=self._identity,
+                seam=self._seam,
+                on_message=self._on_message,
+                on_end=self._on_end,
+            )
+        self._engine.send(first)
 
     def send(self, frame: bytes) -> bool:
         """Puts a message in the queue; False: that is full."""
         assert self._engine is not None, "not open"
-        try:
-            self._engine.socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        # Sending may have consumed the edge that announced a message (api.md 8).
-        self._engine.drain_soon()
-        return True
+        return self._engine.send(frame)
 
     def open_pages(self, address: str) -> None:
         """Connects to the page feeds, at an address as the worker tells it."""
@@ -108,21 +174,14 @@ class LinkSockets:
 
     def close(self, linger_ms: int = 0) -> None:
         """Frees them. Idempotent."""
-        if self._monitor is not None and self._engine is not None:
-            self._monitor.stop()
-            self._engine.socket.disable_monitor()
-        for reader in (self._monitor, self._engine, self._pages):
-            if reader is not None:
-                reader.close(linger_ms)
-        self._engine = self._monitor = self._pages = None
+        for socket in (self._engine, self._pages):
+            if socket is not None:
+                socket.close(linger_ms)
+        self._engine = self._pages = None
 
     def _take_feed(self, frames: list[bytes]) -> None:
         if len(frames) == 2:
             self._on_feed(frames[0], frames[1])
-
-    def _hear(self, frames: list[bytes]) -> None:
-        if why := self._seam.hear(parse_monitor_message(frames)):
-            self._on_end(why)
 
 
 def _reachable(pages_address: str, engine_address: str) -> str:

@@ -1,6 +1,6 @@
 """The engine socket: commands in, one StepOutput per step and service out, heartbeats.
 
-One I/O thread owns the ROUTER socket and everything in this file; it never reads engine state. The
+One I/O thread owns the ROUTER (router.py) and everything in this file; it never reads engine state. The
 rules are those at the head of worker.proto. Whatever cannot be sent ends that service's session, and
 with it its sequences: nothing is dropped in silence.
 """
@@ -17,11 +17,11 @@ from kvatlas.worker.v1 import worker_pb2
 from worker.channels import CommandQueue, OutputQueue
 from worker.description import WorkerState
 from worker.link import codec, integrity_codec, status_codec
-from worker.link.addresses import bind, last_endpoint
 from worker.link.commands import CommandDesk, OtherDesk
 from worker.link.constraint_desk import ConstraintDesk
 from worker.link.doorkeeper import Doorkeeper
 from worker.link.peers import Peer, Peers, Refused
+from worker.link.router import CannotSend, open_router
 from worker.log import log_event, trace_id_of
 from worker.messages import (
     Abort,
@@ -45,10 +45,10 @@ from worker.status import StatusBoard
 
 HEARTBEAT_SECONDS = 0.5
 SILENCE_SECONDS = 5.0
-SEND_HIGH_WATER_MARK = 10_000
 READS_PER_TURN = 256  # so that outputs are not held up by a flood of requests
 SENDS_PER_TURN = 64
-FLUSH_MILLISECONDS = 500  # for the last messages of an orderly end
+BEHIND_SECONDS = 0.005
+FLUSH_SECONDS = 0.5  # for the last messages of an orderly end
 
 _ABORT_REASONS = frozenset(map(int, AbortReason))
 
@@ -86,21 +86,8 @@ class EngineLink:
         self.sequence_mismatches = 0  # heartbeats of services whose live count differs from ours
         self._is_stopping = False
         self._beats_at_once = False
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a vanished peer is an error, not a silent drop
-        self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a service that restarts takes its name over
-        self._socket.set(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
-        self._socket.set(zmq.RCVHWM, SEND_HIGH_WATER_MARK)
-        self._socket.set(zmq.LINGER, 0)
-        if doorkeeper is not None and address.startswith("tcp://"):
-            doorkeeper.guard(self._socket)
-        bind(self._socket, address)
-        self.address = last_endpoint(self._socket)
-        self._poll_all = zmq.Poller()
-        self._poll_all.register(outputs.wakeup.fileno(), zmq.POLLIN)
-        self._poll_outputs = zmq.Poller()
-        self._poll_outputs.register(outputs.wakeup.fileno(), zmq.POLLIN)
-        self._poll_all.register(self._socket, zmq.POLLIN)
+        self._router = open_router(context, address, outputs.wakeup.fileno(), doorkeeper)
+        self.address = self._router.address
         self.thread = threading.Thread(target=self._run, name="kvatlas-io", daemon=True)
 
     @property
@@ -119,7 +106,7 @@ class EngineLink:
         if self.thread.ident is not None:
             self.thread.join()
         else:
-            self._socket.close()
+            self._router.close()
 
     def _run(self) -> None:
         try:
@@ -128,8 +115,8 @@ class EngineLink:
             logger.exception("event=link_failed")
             self._on_failure()
         finally:
-            # LINGER is 0 except here: the ends of drained sequences are the last messages of all.
-            self._socket.close(linger=FLUSH_MILLISECONDS)
+            # The ends of drained sequences are the last messages of all.
+            self._router.close(linger_seconds=FLUSH_SECONDS)
 
     def _serve(self) -> None:
         next_beat = self._clock()
@@ -149,11 +136,11 @@ class EngineLink:
 
     def _wait(self, seconds: float) -> None:
         if len(self._outputs):
-            return
+            seconds = 0.0
         if self._commands.has_room:
-            self._poll_all.poll(max(0, int(seconds * 1000)))
+            self._router.wait(seconds, reads=True)
         else:  # the engine is behind: look again soon, read nothing until then
-            self._poll_outputs.poll(5)
+            self._router.wait(min(seconds, BEHIND_SECONDS), reads=False)
 
     # Service to worker.
 
@@ -162,12 +149,10 @@ class EngineLink:
         for _ in range(READS_PER_TURN):
             if not self._commands.has_room:
                 return False
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            came = self._router.receive()
+            if came is None:
                 return True
-            if len(frames) == 2:
-                self._take_safely(frames[0], frames[1])
+            self._take_safely(*came)
         return False
 
     def _take_safely(self, identity: bytes, data: bytes) -> None:
@@ -385,17 +370,15 @@ class EngineLink:
 
     def _send_bytes(self, peer: Peer, data: bytes) -> None:
         try:
-            self._socket.send_multipart((peer.identity, data), zmq.NOBLOCK)
-        except zmq.Again:
-            self._end_session(peer, "its queue is full")
-        except zmq.ZMQError as error:
-            self._end_session(peer, f"unreachable: {error.strerror}")
+            self._router.send(peer.identity, data)
+        except CannotSend as error:
+            self._end_session(peer, str(error))
 
     def _send_to_stranger(self, identity: bytes, message: worker_pb2.WorkerMessage) -> None:
         try:
-            self._socket.send_multipart((identity, message.SerializeToString()), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            log_event(logger, logging.WARNING, "refusal_not_sent", service=identity, why=error.strerror)
+            self._router.send(identity, message.SerializeToString())
+        except CannotSend as error:
+            log_event(logger, logging.WARNING, "refusal_not_sent", service=identity, why=error)
 
     # Ends.
 

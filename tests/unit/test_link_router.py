@@ -1,0 +1,290 @@
+"""The worker's ROUTER for services of its host, with libzmq's DEALERs and bare sockets at the other end."""
+
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvatlas import zmtp
+from worker.channels import Wakeup
+from worker.link import router as router_module
+from worker.link.addresses import AddressError
+from worker.link.router import CannotSend, UnixRouter
+
+WAIT_SECONDS = 60.0  # only ends a test that hangs
+Context = zmq.Context["zmq.Socket[bytes]"]
+
+
+class Bench:
+    """A router, and who talks to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "engine"
+        self.wakeup = Wakeup()
+        self.router = UnixRouter(f"ipc://{self.path}", self.wakeup.fileno())
+        self.context: Context = zmq.Context()
+        self.dealers: list[zmq.Socket[bytes]] = []
+        self.strangers: list[socket.socket] = []
+
+    def dealer(self, name: bytes) -> "zmq.Socket[bytes]":
+        dealer = self.context.socket(zmq.DEALER)
+        dealer.set(zmq.ROUTING_ID, name)
+        dealer.set(zmq.LINGER, 0)
+        dealer.set(zmq.RCVTIMEO, int(WAIT_SECONDS * 1000))
+        dealer.connect(self.router.address)
+        self.dealers.append(dealer)
+        return dealer
+
+    def stranger(self, first: bytes = b"") -> socket.socket:
+        """A bare connection."""
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(WAIT_SECONDS)
+        connection.connect(str(self.path))
+        connection.sendall(first)
+        self.strangers.append(connection)
+        return connection
+
+    def receive(self) -> tuple[bytes, bytes]:
+        """The next message of anybody."""
+        end = time.monotonic() + WAIT_SECONDS
+        while (came := self.router.receive()) is None:
+            assert time.monotonic() < end
+            self.router.wait(1.0, reads=True)
+        return came
+
+    def serve_until(self, is_so: Callable[[], bool]) -> None:
+        """Looks at the sockets as the link's thread does, though nobody sends anything."""
+        end = time.monotonic() + WAIT_SECONDS
+        while not is_so():
+            assert time.monotonic() < end
+            self.router.wait(0.01, reads=True)
+            assert self.router.receive() is None
+
+    def refuses(self, name: bytes) -> str:
+        """Why nothing can be sent to it; empty: something can."""
+        try:
+            self.router.send(name, b"?")
+        except CannotSend as error:
+            return str(error)
+        return ""
+
+    def close(self) -> None:
+        for one in (*self.dealers, *self.strangers):
+            one.close()
+        self.router.close()
+        self.context.term()
+        self.wakeup.close()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.close()
+
+
+def has_ended(connection: socket.socket) -> bool:
+    """Whether the other end has closed it; what it said before does not matter."""
+    connection.setblocking(False)
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def test_messages_go_both_ways_each_to_its_own(bench: Bench) -> None:
+    names = (b"a", b"b" * 200)
+    dealers = {name: bench.dealer(name) for name in names}
+    for size in (0, 1, 255, 256):
+        for name, dealer in dealers.items():
+            dealer.send(name * size)
+        assert dict(bench.receive() for _ in names) == {name: name * size for name in names}
+        for name in names:
+            bench.router.send(name, name * (size + 1))
+        assert [dealers[name].recv() for name in names] == [name * (size + 1) for name in names]
+
+
+def test_messages_of_several_frames_are_passed_over(bench: Bench) -> None:
+    dealer = bench.dealer(b"a")
+    dealer.send_multipart([b"x", b"y"])
+    dealer.send(b"z")
+    assert bench.receive() == (b"a", b"z")
+
+
+def test_what_the_socket_does_not_take_waits_and_comes_whole_and_in_order(bench: Bench) -> None:
+    reader = bench.stranger(zmtp.GREETING + zmtp.ready("DEALER", b"slow") + zmtp.frame(b"here"))
+    assert bench.receive() == (b"slow", b"here")
+    messages = [b"first", os.urandom(20 << 20), b"third", b"d" * 1000]
+    for message in messages:
+        bench.router.send(b"slow", message)
+    came, answers = zmtp.Reader(), list[bytes]()
+    reader.setblocking(False)
+
+    def has_all() -> bool:
+        with suppress(BlockingIOError):
+            answers.extend(came.take(reader.recv(1 << 20)))
+        return len(answers) == len(messages)
+
+    bench.serve_until(has_all)
+    assert answers == messages
+    bench.router.send(b"slow", b"after")
+    bench.serve_until(
+        lambda: len(answers) > len(messages) or bool(answers.extend(came.take(reader.recv(99))))
+    )
+    assert answers[-1] == b"after"
+
+
+def test_a_queue_has_an_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "HIGH_WATER_MARK", 5)
+    bench.stranger(zmtp.GREETING + zmtp.ready("DEALER", b"stuck") + zmtp.frame(b"here"))
+    bench.receive()
+    bench.router.send(b"stuck", bytes(10 << 20))
+    for _ in range(5):
+        bench.router.send(b"stuck", b"waits")
+    assert bench.refuses(b"stuck") == "its queue is full"
+
+
+def test_who_has_left_is_unreachable(bench: Bench) -> None:
+    assert "unreachable" in bench.refuses(b"a")
+    dealer = bench.dealer(b"a")
+    dealer.send(b"here")
+    bench.receive()
+    assert bench.refuses(b"a") == ""
+    dealer.close()
+    bench.serve_until(lambda: "unreachable" in bench.refuses(b"a"))
+
+
+def test_who_comes_again_takes_its_name_over(bench: Bench) -> None:
+    older = bench.stranger(zmtp.GREETING + zmtp.ready("DEALER", b"a") + zmtp.frame(b"first"))
+    assert bench.receive() == (b"a", b"first")
+    newer = bench.dealer(b"a")
+    newer.send(b"second")
+    assert bench.receive() == (b"a", b"second")
+    bench.router.send(b"a", b"to the newer")
+    assert newer.recv() == b"to the newer"
+    bench.serve_until(lambda: has_ended(older))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n".ljust(64),
+        zmtp.GREETING + zmtp.ready("DEALER"),
+        zmtp.GREETING + zmtp.ready("DEALER", b"b") + b"\x02" + bytes((0xFF,)) * 8,
+    ],
+)
+def test_a_stranger_loses_its_connection_and_nobody_else_does(bench: Bench, said: bytes) -> None:
+    dealer = bench.dealer(b"a")
+    dealer.send(b"before")
+    assert bench.receive() == (b"a", b"before")
+    stranger = bench.stranger(said)
+    bench.serve_until(lambda: has_ended(stranger))
+    bench.router.send(b"a", b"after")
+    assert dealer.recv() == b"after"
+
+
+def test_connections_that_say_nothing_are_so_many_at_most(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_module, "MAX_CONNECTIONS", 2)
+    silent = [bench.stranger() for _ in range(3)]
+    bench.serve_until(lambda: has_ended(silent[2]))
+    assert not has_ended(silent[0])
+    monkeypatch.setattr(router_module, "HANDSHAKE_SECONDS", 0.0)  # whoever speaks takes their places
+    dealer = bench.dealer(b"a")
+    dealer.send(b"here")
+    assert bench.receive() == (b"a", b"here")
+    assert [has_ended(one) for one in silent] == [True, True, True]
+
+
+def test_without_descriptors_it_is_deaf_for_a_while_instead_of_busy(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise OSError(errno.EMFILE, "no descriptors")
+
+    class Listener:
+        fileno, close, accept = (
+            bench.router._listener.fileno,
+            bench.router._listener.close,
+            staticmethod(fail),
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.router, "_listener", Listener)
+        dealer = bench.dealer(b"a")
+        dealer.send(b"here")
+        bench.serve_until(lambda: bench.router._listens_at is not None)
+        assert bench.router._poll.poll(0) == []
+    assert bench.receive() == (b"a", b"here")
+
+
+def test_a_wait_ends_with_the_wakeup_and_reads_nothing_if_so_told(bench: Bench) -> None:
+    bench.dealer(b"a").send(b"here")
+    bench.receive()
+    bench.dealers[0].send(b"more")
+    bench.wakeup.notify()
+    began = time.monotonic()
+    bench.router.wait(WAIT_SECONDS, reads=False)
+    assert time.monotonic() - began < WAIT_SECONDS
+    assert bench.router.receive() is None
+    bench.wakeup.clear()
+    assert bench.receive() == (b"a", b"more")
+
+
+def test_what_waits_has_time_to_go_when_it_closes(bench: Bench) -> None:
+    reader = bench.stranger(zmtp.GREETING + zmtp.ready("DEALER", b"a") + zmtp.frame(b"here"))
+    bench.receive()
+    bench.router.send(b"a", bytes(1_000_000))
+    bench.router.send(b"a", b"the last")
+    closing = threading.Thread(target=bench.router.close, args=(WAIT_SECONDS,))
+    closing.start()
+    came, rest = b"", b"?"
+    while rest:
+        rest = reader.recv(1 << 16)
+        came += rest
+    closing.join(WAIT_SECONDS)
+    assert came.endswith(b"the last")
+
+
+def test_what_waits_goes_also_while_nothing_is_read(bench: Bench) -> None:
+    reader = bench.stranger(zmtp.GREETING + zmtp.ready("DEALER", b"a") + zmtp.frame(b"here"))
+    bench.receive()
+    bench.router.send(b"a", bytes(1_000_000))
+    bench.router.send(b"a", b"the last")
+    reader.setblocking(False)
+    came, end = b"", time.monotonic() + WAIT_SECONDS
+    while not came.endswith(b"the last"):
+        assert time.monotonic() < end
+        bench.router.wait(0.001, reads=False)
+        with suppress(BlockingIOError):
+            came += reader.recv(1 << 20)
+
+
+def test_a_path_that_cannot_be_bound_is_said(tmp_path: Path) -> None:
+    wakeup = Wakeup()
+    with pytest.raises(AddressError, match="ipc://"):
+        UnixRouter(f"ipc://{tmp_path}/{'x' * 200}", wakeup.fileno())
+    wakeup.close()
+
+
+def test_a_socket_that_a_dead_worker_left_is_replaced(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "engine"))
+    bench = Bench(tmp_path)
+    try:
+        bench.dealer(b"a").send(b"here")
+        assert bench.receive() == (b"a", b"here")
+    finally:
+        bench.close()
