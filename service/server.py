@@ -57,6 +57,7 @@ from service.text.constraints import ConstraintChecks
 from service.text.threads import TextThreads
 from service.text.tokenizer import Tokenizer
 from service.tls import TlsFiles, server_credentials
+from service.unix_sockets import is_served
 from service.version import VERSION
 
 if TYPE_CHECKING:
@@ -386,10 +387,13 @@ def _credentials(config: ServiceConfig) -> grpc.ServerCredentials | None:
 
 
 def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    is_unix = address.startswith("unix:")
+    if is_unix and is_served(address.removeprefix("unix:")):
+        raise ListenError(f"address {address} is taken by another server")
     # A socket file is for its owner only, from the moment on that it exists.
-    before = os.umask(0o177) if address.startswith("unix:") else None
+    before = os.umask(0o177) if is_unix else None
     try:
-        if credentials is not None and not address.startswith("unix:"):
+        if credentials is not None and not is_unix:
             return server.add_secure_port(address, credentials)
         return server.add_insecure_port(address)
     except RuntimeError as error:

@@ -180,8 +180,9 @@ class Process:
             "random:tiny",
         ]
         command += ["--workers", self.worker.address, "--metrics-address", "", "--drain-listen", "0", *flags]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}"}
-        self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        self.command = command
+        self.environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}"}
+        self.process = subprocess.Popen(command, env=self.environment, stderr=subprocess.PIPE, text=True)
         self.channel = grpc.insecure_channel(f"unix:{self.socket}")
 
     def end(self) -> None:
@@ -190,6 +191,43 @@ class Process:
             self.process.kill()
         self.process.communicate()
         self.worker.stop()
+
+
+def answer(channel: grpc.Channel) -> server_pb2.GetServerInfoResponse:
+    """Once somebody listens."""
+    request = server_pb2.GetServerInfoRequest()
+    stub = server_pb2_grpc.ServerServiceStub(channel)
+    info: server_pb2.GetServerInfoResponse = stub.GetServerInfo(
+        request, wait_for_ready=True, timeout=CALL_SECONDS
+    )
+    return info
+
+
+def test_a_second_server_on_a_unix_socket_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    """gRPC took the path from under the first, and the second removed it when it ended."""
+    first = Process(tmp_path)
+    try:
+        answer(first.channel)
+        second = subprocess.run(
+            first.command, env=first.environment, stderr=subprocess.PIPE, text=True, timeout=CALL_SECONDS
+        )
+        assert second.returncode == 1
+        assert f"address unix:{first.socket} is taken by another server" in second.stderr
+        with grpc.insecure_channel(f"unix:{first.socket}") as channel:
+            answer(channel)
+        assert first.process.poll() is None
+        first.process.kill()
+        first.process.wait()
+        assert first.socket.exists(), "what a killed server leaves"
+        again = subprocess.Popen(first.command, env=first.environment, stderr=subprocess.DEVNULL)
+        try:
+            with grpc.insecure_channel(f"unix:{first.socket}") as channel:
+                answer(channel)
+        finally:
+            again.kill()
+            again.wait()
+    finally:
+        first.end()
 
 
 @pytest.fixture
