@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kernels.compilers import run_compilers
@@ -57,9 +57,13 @@ def build(into: Path | None = None, *, architecture: str = "native") -> Path | N
     library = folder / f"cpu-{_key(compiler, architecture)}.so"
     if library.exists():
         return library
-    with _lock(library.with_suffix(".lock")):
-        # Who waited for the lock finds what another process built meanwhile.
-        return library if library.exists() else _build(compiler, architecture, library)
+    try:
+        with _lock(library.with_suffix(".lock")):
+            # Who waited for the lock finds what another process built meanwhile.
+            return library if library.exists() else _build(compiler, architecture, library)
+    except OSError as error:
+        log.warning("event=cpu_kernels_not_built reason=folder_unusable path=%s why=%r", folder, str(error))
+        return None
 
 
 def _build(compiler: str, architecture: str, library: Path) -> Path | None:
@@ -80,7 +84,8 @@ def _build(compiler: str, architecture: str, library: Path) -> Path | None:
 def _lock(path: Path) -> Iterator[None]:
     """One process builds, others wait: of two that build at once on two cores both take twice as long."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(OSError):  # on a file system without locks both build, and the last one wins
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield  # closing the file gives the lock back, as does the end of the process
 
 

@@ -1,5 +1,7 @@
 """The C++ is built once, whole or not at all, and its absence is no failure."""
 
+import errno
+import fcntl
 import logging
 import os
 import signal
@@ -81,6 +83,25 @@ def test_of_two_builders_one_builds(
         first, second = builders.map(lambda _: building.build(tmp_path), range(2))
     assert first == second
     assert caplog.text.count("event=cpu_kernels_built ") == 1
+
+
+def test_without_file_locks_it_is_built_all_the_same(
+    small_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(lock: object, how: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert building.build(tmp_path) is not None
+
+
+def test_a_folder_that_takes_no_file_is_no_failure(
+    small_sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert building.build(tmp_path / "none") is None
+    assert "event=cpu_kernels_not_built reason=folder_unusable" in caplog.text
+    assert "No such file" in caplog.text
 
 
 def test_changed_sources_are_another_library(small_sources: Path, tmp_path: Path) -> None:

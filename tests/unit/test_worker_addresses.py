@@ -1,5 +1,7 @@
 """Where the sockets lie: private folders, one worker per address, real ports, nothing left behind."""
 
+import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -34,6 +36,15 @@ def test_one_worker_per_path(tmp_path: Path) -> None:
     first.release()
     second.take(f"ipc://{tmp_path}/engine")
     second.release()
+
+
+def test_a_folder_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(lock: object, how: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(AddressError, match=r"engine: no file can be locked there \(Function not"):
+        IpcGuard().take(f"ipc://{tmp_path}/engine")
 
 
 def test_a_folder_that_others_can_write_is_refused(tmp_path: Path) -> None:

@@ -45,6 +45,9 @@ class IpcGuard:
         except BlockingIOError:
             lock.close()
             raise AddressError(f"{address}: another worker has it") from None
+        except OSError as error:
+            lock.close()
+            raise AddressError(f"{address}: no file can be locked there ({error.strerror})") from None
         self._locks.append((path, lock))
 
     def _make_folder(self, folder: Path) -> None:
