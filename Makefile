@@ -60,7 +60,7 @@ memcheck: $(DEV)  ## the kernel tests under compute-sanitizer
 	  --target-processes all --error-exitcode 9 --launch-timeout 0 $(PYTHON) -m pytest -q --timeout 0 \
 	  -m "gpu and not slow" -k "not graph and not captured and not chain" \
 	  $(patsubst %,tests/gpu/test_%_gpu.py,attention decode_product decode_stretches ring_product sample_kernel \
-	  small_kernels) $(PYTEST_ARGS)
+	  sliced_product small_kernels) $(PYTEST_ARGS)
 
 test-clients: $(DEV)  ## Node and buf curl against a real server
 	@$(TEST_ENV) $(PYTHON) -m pytest -q tests/integration/test_foreign_clients.py $(PYTEST_ARGS)

@@ -42,6 +42,7 @@ MEMCHECKED = (
     "decode_stretches",
     "ring_product",
     "sample_kernel",
+    "sliced_product",
     "small_kernels",
 )
 LONG_ENGINE_TESTS = ("engine", "fp8")

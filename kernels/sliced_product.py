@@ -26,7 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch
-from kernels.sliced_launch import SlicedLaunch
+from kernels.sliced_launch import SHARED_BYTES, SlicedLaunch
+
+PADDING = gl.constexpr(4)  # floats behind a row of sums in shared memory: no two lanes in one bank
 
 # Triton 3.9 has the first names, 3.6 the second.
 _load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -47,6 +49,9 @@ def launch_sliced(
     assert share * launch.programs == constants["WIDTH"], f"{launch.programs} parts of {constants['WIDTH']}"
     block = next((block for block in (512, 256, 128) if share % block == 0), 0)
     assert block, f"a part of {share} columns; a multiple of 128"
+    rows = int(constants["ROWS"])
+    size, sums = 2 * (tile + rows) * share, 4 * rows * (tile + int(PADDING.value) + 1)
+    assert sums <= size <= SHARED_BYTES, f"{sums} bytes of sums over {size} of weight and input"
     sliced_kernel[(tiles,)](
         *arguments,
         *numbers,
@@ -130,7 +135,11 @@ def _wait_for_readers():
 
 @gluon.jit
 def _put(offset, value):
-    """Into this program's shared memory, whose start Triton calls global_smem; offset in bytes."""
+    """Into this program's shared memory, whose start Triton calls global_smem; offset in bytes.
+
+    By then nothing in it is needed any more: what Triton lays there are weights and input, and no reduction
+    or change of layout in this kernel leaves a warp. A test holds what it asks for against these two.
+    """
     gl.inline_asm_elementwise(
         "{ .reg .u32 at; mov.u32 at, global_smem; add.u32 at, at, $1;"
         " st.shared.f32 [at], $2; mov.u32 $0, 0; }",
@@ -203,7 +212,7 @@ def sliced_kernel(
     OUTPUTS: gl.constexpr = TILE // 2 if GATED else TILE
     SLICE: gl.constexpr = OUTPUTS // PROGRAMS
     BLOCKS: gl.constexpr = WIDTH // PROGRAMS // BLOCK
-    STRIDE: gl.constexpr = TILE + 4  # floats of a row of sums in shared memory: no two lanes in one bank
+    STRIDE: gl.constexpr = TILE + PADDING
     copied: gl.constexpr = _copied(WARPS, BLOCK, PROGRAMS)
     multiplied: gl.constexpr = _multiplied(WARPS, TILE, ROWS, PROGRAMS)
     own: gl.constexpr = _sliced(SLICE, WARPS, PROGRAMS)

@@ -101,16 +101,28 @@ ptx = kernel.asm["ptx"]
 early, _, late = ptx.partition("griddepcontrol.wait")
 print(early.count("cp.async.cg"), *(late.count(name) for name in ("cp.async.cg", "wgmma.mma_async", "mapa")))
 print(kernel.metadata.num_ctas, kernel.metadata.shared)
+scaled = few_rows.Scaled(empty(64, 1024), torch.empty(64, few_rows.MAX_ROWS))
+few_rows.product(scaled, empty(512, 1024), gated=True, launch=SlicedLaunch(programs=2, warps=8))
+kernel = list(kernels.values())[-1]
+print(kernel.metadata.num_ctas, kernel.metadata.shared)
+launch = SlicedLaunch(outputs=512, programs=8, warps=8)
+try:
+    few_rows.product(empty(128, 1024), empty(1024, 1024), launch=launch)
+except AssertionError as error:
+    print(error)
 """
 
 
 def test_it_compiles_here_and_in_a_process(run_on_absent_gpu: Callable[[str], list[str]]):
     """With the instructions that it is for; what a process compiled is found in the cache."""
-    compiled, instructions, size = run_on_absent_gpu(PROGRAM)
+    compiled, instructions, small, gated, refused = run_on_absent_gpu(PROGRAM)
     early, late, products, taken = map(int, instructions.split())
     assert early == 64 * 128 // 8 // 128, "not all of a program's weight is asked for before the wait"
     assert late == early, "the input is not asked for behind it"
     assert products > 0, "no product by warp groups"
     assert taken == 8, "sums are not taken from all programs of the cluster"
-    assert size == "8 32768", "not a cluster of eight, or more in shared memory than weight and input"
+    # Weight and input and no more, or sums would be put over something else.
+    assert small == f"8 {2 * (64 + 64) * 128}"
+    assert gated == f"2 {2 * (128 + 64) * 512}"
+    assert refused == "264704 bytes of sums over 163840 of weight and input"
     assert compiled == "[True] ['sliced_kernel']"
