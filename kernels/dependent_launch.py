@@ -6,8 +6,9 @@ Before the wait a kernel may read what no kernel writes: weights. `gdc_launch_de
 the next kernel is resident, and its weights are on their way, before this one has finished.
 CUDA programming guide, "Programmatic Dependent Launch and Synchronization"; PTX ISA, griddepcontrol.
 
-It pays in a chain of such kernels; between library kernels, which neither begin early nor let others, it
-costs (docs/kernels.md). So launches are ordinary ones except within `dependent_launches`.
+It pays in a chain of such kernels, and a little where two of them follow each other between library kernels,
+which neither begin early nor let others (docs/kernels.md). Launches are ordinary ones except within
+`dependent_launches`.
 """
 
 from collections.abc import Iterator

@@ -1,25 +1,80 @@
-"""Which way of the library a product of a large layer takes: cuBLAS, or cuBLASLt where that was faster.
+"""Which way of the library a product takes: a configuration of cuBLASLt that was measured, or torch's ways.
 
-Timings by number of rows in docs/kernels.md. The choice depends on shapes alone, so an answer never depends
-on what ran before. torch offers it for the whole process (torch.backends.cuda.preferred_blas_library), so it
-is put back behind the product: for one thread at a time.
+Timings by number of rows in docs/kernels.md. The choice depends on shapes and the library's version alone, so
+an answer never depends on what ran before. Where nothing was measured it is between cuBLAS and cuBLASLt as
+torch calls them, which torch offers for the whole process (torch.backends.cuda.preferred_blas_library): it is
+put back behind the product. For one thread at a time.
 """
 
-from collections.abc import Iterator
+import json
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
-LEAST_ROWS = 65
+from kernels.cublas_lt import Configuration, CublasLtError, LtProduct, LtShape, set_up, version
+
+TABLE = Path(__file__).with_name("library_table.json")
+"""Made by `python -m benchmarks.kernels.library_algorithms` for one device and one version of the library."""
+
+LEAST_ROWS, MOST_ROWS = 65, 256  # of the table, and the least of what torch's ways were timed at
+STEP = 8  # between the numbers of rows of the table, as between those of graphs
 LONG_WIDTH, LONG_ROWS = 8192, 112  # a long row of the weight, and the most rows of the input with it
 SHORT_ROWS = 232
 LEAST_ELEMENTS, MOST_OUTPUTS = 16_000_000, 4096  # near 4,096 x 4,096 and 4,096 x 14,336, which were timed
 
+log = logging.getLogger(__name__)
+
+_refused: set[tuple[int, int, int, torch.device]] = set()
+"""Shapes whose entry the library does not take: at most as many as the table has, for each device."""
+
+
+def prepare(device: torch.device) -> None:
+    """Lets the library allocate, as it may not while a graph is captured."""
+    if measured_on(device):
+        set_up(device)
+
+
+def library_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [num_rows, width] @ weight [num_outputs, width].T, by the way of the library that is the fastest."""
+    shape = (x.shape[0], weight.shape[0], weight.shape[1], x.device)
+    prepared = _prepared(*shape) if LEAST_ROWS <= x.shape[0] <= MOST_ROWS and _is_plain(x, weight) else None
+    if prepared is not None and shape not in _refused:
+        try:
+            return prepared(x, weight)
+        except CublasLtError as error:  # accepted, and refused when it was to run
+            _refuse(shape, error)
+    with faster_library(x.shape[0], weight):
+        return linear(x, weight)
+
+
+@cache
+def measured_on(device: torch.device) -> Mapping[tuple[int, int], Mapping[int, Configuration]]:
+    """The table by outputs and width, then by rows; empty for another device or version of the library."""
+    if not _is_hopper(device):
+        return {}
+    try:
+        table = json.loads(TABLE.read_text())
+        here = {"device": torch.cuda.get_device_name(device), "version": version()}
+        if any(table[key] != value for key, value in here.items()):
+            log.info("event=library_table_unused here=%s version=%s", table["device"], table["version"])
+            return {}
+        return {
+            (part["outputs"], part["width"]): {int(n): Configuration(*c) for n, c in part["rows"].items()}
+            for part in table["products"]
+        }
+    except (CublasLtError, OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("event=library_table_unused why=%r", str(error))
+        return {}
+
 
 def is_light(num_rows: int, weight: Tensor) -> bool:
-    """Whether cuBLASLt is the faster for x [num_rows, width] @ weight.T, bf16."""
+    """Whether cuBLASLt is the faster of torch's two for x [num_rows, width] @ weight.T, bf16."""
     num_outputs, width = weight.shape
     most = LONG_ROWS if width >= LONG_WIDTH else SHORT_ROWS
     is_near = weight.dtype == torch.bfloat16 and num_outputs <= MOST_OUTPUTS
@@ -29,7 +84,7 @@ def is_light(num_rows: int, weight: Tensor) -> bool:
 
 @contextmanager
 def faster_library(num_rows: int, weight: Tensor) -> Iterator[None]:
-    """Within, products go the way that is faster for this one."""
+    """Within, products go the way of torch's two that is faster for this one."""
     if not is_light(num_rows, weight):
         yield
         return
@@ -39,6 +94,32 @@ def faster_library(num_rows: int, weight: Tensor) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.preferred_blas_library(before)
+
+
+@cache
+def _prepared(num_rows: int, num_outputs: int, width: int, device: torch.device) -> LtProduct | None:
+    """By the configuration that was the fastest for so many rows, or for the next multiple of `STEP`."""
+    configuration = measured_on(device).get((num_outputs, width), {}).get(-(-num_rows // STEP) * STEP)
+    if configuration is None:
+        return None
+    try:
+        return LtProduct(LtShape(num_rows, num_outputs, width, device), configuration)
+    except CublasLtError as error:
+        _refuse((num_rows, num_outputs, width, device), error)
+        return None
+
+
+def _refuse(shape: tuple[int, int, int, torch.device], error: CublasLtError) -> None:
+    _refused.add(shape)
+    log.warning("event=library_product_refused shape=%s why=%r", shape[:3], str(error))
+
+
+def _is_plain(*matrices: Tensor) -> bool:
+    """bf16, contiguous, at multiples of 16 bytes."""
+    return all(
+        matrix.dtype == torch.bfloat16 and matrix.is_contiguous() and matrix.data_ptr() % 16 == 0
+        for matrix in matrices
+    )
 
 
 @cache

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.batch import KvLayer
 from kernels.few_rows import Scaled, add_product, product
-from kernels.library_choice import faster_library
+from kernels.library_choice import faster_library, library_product, prepare
 from kernels.matvec import matvec
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rotary_store import Rotary, rotary_store
@@ -51,7 +51,7 @@ class OwnRows:
 
     chain: int  # a whole decode step
     gated: int  # the product with the activation in it, and the head, beside the library's others
-    dependent: int  # rows of a step whose kernels may begin before the last one has ended
+    dependent: int  # a step whose kernels of ours may begin before the last one has ended
 
     @classmethod
     def of(cls, model: Model) -> "OwnRows":
@@ -75,6 +75,7 @@ class FusedModel:
         self._norm = model.norm
         self._head = model.head
         self._own_rows = own_rows or OwnRows.of(model)
+        prepare(self.embedding.device)
         table = model.rotary
         self._cos_sin = torch.cat([table.cos, table.sin], dim=1).contiguous()  # fp32 [positions, head_dim]
 
@@ -225,12 +226,12 @@ class FusedModel:
     def _activation(self, normed: Tensor, layer: DecoderLayer) -> Tensor:
         if 0 < normed.shape[0] <= self._own_rows.gated:
             return product(normed, _linear(layer.gate_up).weight, gated=True)
-        return silu_mul(layer.gate_up(normed))
+        return silu_mul(_by_library(layer.gate_up, normed))
 
     def _product(self, number: int, pending: Tensor | None, residual: Tensor) -> Tensor:
         """Adds what is pending to the residual; the qkv product of its norm."""
         layer = self._layers[number]
-        return layer.qkv(self._added_norm(pending, residual, layer.attention_norm))
+        return _by_library(layer.qkv, self._added_norm(pending, residual, layer.attention_norm))
 
     def _added_norm(self, pending: Tensor | None, residual: Tensor, gain: Tensor) -> Tensor:
         eps = self.config.rms_norm_eps
@@ -259,6 +260,8 @@ def _added(linear: Linear, x: Tensor, residual: Tensor) -> Tensor | None:
 def _by_library(linear: Linear, x: Tensor) -> Tensor:
     if type(linear) is not TorchLinear:
         return linear(x)
+    if linear.bias is None:
+        return library_product(x, linear.weight)
     with faster_library(x.shape[0], linear.weight):
         return linear(x)
 
