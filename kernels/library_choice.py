@@ -20,7 +20,8 @@ from torch.nn.functional import linear
 from kernels.cublas_lt import Configuration, CublasLtError, LtProduct, LtShape, set_up, version
 
 TABLE = Path(__file__).with_name("library_table.json")
-"""Made by `python -m benchmarks.kernels.library_algorithms` for one device and one version of the library."""
+"""For one device and one version of the library, by `python -m benchmarks.kernels.library_algorithms`; what
+ships is of an earlier form of that search, which left tiles out by a model of their time (docs/kernels.md)."""
 
 LEAST_ROWS, MOST_ROWS = 65, 256  # of the table, and the least of what torch's ways were timed at
 STEP = 8  # between the numbers of rows of the table, as between those of graphs
@@ -37,7 +38,10 @@ _refused: set[tuple[int, int, int, torch.device]] = set()
 def prepare(device: torch.device) -> None:
     """Lets the library allocate, as it may not while a graph is captured."""
     if measured_on(device):
-        set_up(device)
+        try:
+            set_up(device)
+        except CublasLtError as error:  # who asks for a product is refused, too, and takes torch's way
+            log.warning("event=library_table_unused why=%r", str(error))
 
 
 def library_product(x: Tensor, weight: Tensor) -> Tensor:

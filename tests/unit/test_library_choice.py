@@ -121,6 +121,15 @@ def test_without_the_library_nothing_was_measured(table, monkeypatch, caplog):
     assert "why='no cuBLASLt'" in caplog.text
 
 
+def test_a_library_that_cannot_be_set_up_ends_no_start(table, monkeypatch, caplog):
+    def fail(device: torch.device) -> None:
+        raise CublasLtError("cublasLtCreate: status 1")
+
+    monkeypatch.setattr(library_choice, "set_up", fail)
+    library_choice.prepare(CUDA)
+    assert "why='cublasLtCreate: status 1'" in caplog.text
+
+
 @pytest.mark.parametrize(
     "text", [None, "{", '{"device": "NVIDIA H200"}', "[]"], ids=["gone", "cut", "part", "list"]
 )
