@@ -150,13 +150,13 @@ def test_rows_are_read_back_for_the_audit() -> None:
     assert table.read_rows([], []) == []
 
 
-def test_spans_of_any_length_come_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_of_any_length_come_in_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[int] = []
 
     class Counted(OnTheWay):
-        def __init__(self, tensor: torch.Tensor) -> None:
-            copies.append(len(tensor))
-            super().__init__(tensor)
+        def __init__(self, *parts: torch.Tensor) -> None:
+            copies.append(sum(map(len, parts)))
+            super().__init__(*parts)
 
     monkeypatch.setattr(page_table_module, "OnTheWay", Counted)
     table = page_table(page_size=2)
@@ -166,6 +166,8 @@ def test_spans_of_any_length_come_in_one_copy(monkeypatch: pytest.MonkeyPatch) -
     assert read.is_ready()
     assert read.result() == [[15, 2, 3], [], [8], [14, 15]]
     assert copies == [6]
+    assert table.begin_read([(2, 1, 1)]).result() == [[19]]
+    assert copies == [6, 1]
 
 
 def test_repointing_a_page_replaces_its_slots() -> None:

@@ -12,12 +12,19 @@ from torch import Tensor
 
 
 class OnTheWay:
-    """Starts to copy at once, in stream order; on a CPU the values are copied right there."""
+    """Starts to copy at once, in stream order; on a CPU the values are copied right there.
 
-    def __init__(self, tensor: Tensor) -> None:
+    Several tensors [num_entries] come as one. No kernel and no memory of the device is needed for it.
+    """
+
+    def __init__(self, tensor: Tensor, *more: Tensor) -> None:
         is_cuda = tensor.device.type == "cuda"
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda)
-        self._host.copy_(tensor, non_blocking=True)
+        parts = (tensor, *more)
+        shape = (sum(map(len, parts)),) if more else tensor.shape
+        self._host = torch.empty(shape, dtype=tensor.dtype, pin_memory=is_cuda)
+        places = self._host.split_with_sizes([len(part) for part in parts]) if more else (self._host,)
+        for place, part in zip(places, parts, strict=True):
+            place.copy_(part, non_blocking=True)
         self._event: torch.cuda.Event | None = None
         if is_cuda:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -86,19 +86,19 @@ class PageTable:
 
 
 class RowsOnTheWay:
-    """Parts of the page table, in one copy to the host behind whatever the device was given before."""
+    """Parts of the page table, copied to the host behind whatever the device was given before."""
 
     def __init__(self, table: Tensor, spans: Sequence[tuple[int, int, int]]) -> None:
         parts = [table[row, first : first + count] for row, first, count in spans]
         self._ends = list(accumulate(len(part) for part in parts))
-        self._copy = OnTheWay(torch.cat(parts))
+        self._copy = OnTheWay(*parts)
 
     def is_ready(self) -> bool:
-        """Whether the copy has arrived."""
+        """Whether the copies have arrived."""
         return self._copy.is_ready()
 
     def result(self) -> list[list[int]]:
-        """The slots of each span; waits for the copy."""
+        """The slots of each span; waits for the copies."""
         slots = self._copy.arrived().tolist()
         return [slots[first:end] for first, end in pairwise([0, *self._ends])]
 
