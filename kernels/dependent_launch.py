@@ -3,8 +3,8 @@
 The rule for every kernel launched with `dependent_launch`: what earlier kernels of the step write is touched
 after `gdc_wait` only, and every program waits, so that the end of a grid implies the end of all before it.
 Before the wait a kernel may read what no kernel of the step writes: weights, and what steps before have left,
-since a step is a graph, which begins when the last one has ended. `gdc_launch_dependents` comes first, so that
-the next kernel is resident, and its weights are on their way, before this one has finished.
+since the first launch of a step is an ordinary one. `gdc_launch_dependents` comes first, so that the next
+kernel is resident, and its weights are on their way, before this one has finished.
 CUDA programming guide, "Programmatic Dependent Launch and Synchronization"; PTX ISA, griddepcontrol.
 
 It pays in a chain of such kernels, and a little where two of them follow each other between library kernels,
