@@ -190,6 +190,21 @@ def test_e4m3_pools_are_read_with_their_scales():
     torch.testing.assert_close(ours, expected[:2], rtol=1e-4, atol=1e-4)
 
 
+def test_e4m3_pages_are_multiplied_in_fp16_and_no_query_leaves_its_range():
+    """A bf16 query beyond fp16's largest is cut off: infinity times a zero would be no number."""
+    heads, kv_heads, dim = 4, 2, 64
+    q, kv, batch = problem(heads, kv_heads, dim, 16, [130, 200], [1, 1])
+    scaled = KvLayer(fp8.to_fp8(kv.k, 0.02), fp8.to_fp8(kv.v, 0.05), 0.02, 0.05)
+    scaled.k[:, :, 0] = 0
+    q = q.bfloat16()
+    expected = reference.paged_attention(q.float(), scaled, batch, scale=dim**-0.5)
+    q[:, :, 0] = 1e30  # times zero
+    plan = make_plan(2, heads, kv_heads, dim, 320, q.device, chunk_scale=1)
+    plan_decode(plan, batch.rows, batch.kv_lens)
+    ours = paged_decode(q, scaled, batch.page_table, plan, scale=dim**-0.5)
+    torch.testing.assert_close(ours.float(), expected, rtol=0.02, atol=0.02)
+
+
 def test_store_copies_strided_rows_and_nothing_else():
     """S1-14, S1-15: slices of a fused product, int32 and int64 slots."""
     fused = torch.randn(5, 3 * 2 * 24)
