@@ -75,6 +75,9 @@ class Dealer(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         """Speaks first: libzmq at the other end waits for it."""
+        if self._is_over:  # closed while it was being connected
+            transport.abort()
+            return
         self._transport = transport
         transport.write(zmtp.GREETING)
 

@@ -85,6 +85,28 @@ def test_what_is_sent_before_a_worker_listens_is_what_it_hears_first(tmp_path: P
     run(talk())
 
 
+def test_a_connection_that_is_there_only_after_close_is_ended(tmp_path: Path) -> None:
+    """close() can come between the connection and the transport's first call."""
+
+    class Transport:
+        ended, written = 0, b""
+
+        def abort(self) -> None:
+            self.ended += 1
+
+        def write(self, data: bytes) -> None:
+            self.written += data
+
+    async def talk() -> None:
+        ends, transport = Ends(tmp_path / "s"), Transport()
+        ends.close()
+        ends.dealer.connection_made(transport)
+        assert (transport.ended, transport.written) == (1, b"")
+        assert ends.whys == []
+
+    run(talk())
+
+
 @pytest.mark.parametrize("said", [b"", zmtp.GREETING + zmtp.ready("ROUTER")])
 def test_a_worker_that_closes_is_told_once(tmp_path: Path, said: bytes) -> None:
     async def talk() -> None:
