@@ -1,20 +1,17 @@
 """Which products of a decode step kernels.ring_product takes, and in which shape. Imports no kernel."""
 
-import logging
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
 
 import torch
 from torch import Tensor
+
+from kernels.gluon_there import gluon_is_there
 
 LEAST_ROWS, MOST_ROWS = 33, 64
 """Where it is ahead; with fewer rows another kernel of ours is as fast or faster, with more the library."""
 
 MULTIPROCESSORS = 132  # of the device that shapes were measured on
 HEAD_OUTPUTS = 65_536
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +69,6 @@ def is_read(matrix: Tensor) -> bool:
     return matrix.dtype == torch.bfloat16 and matrix.shape[1] % 8 == 0 and matrix.data_ptr() % 16 == 0
 
 
-@cache
 def is_there(device: torch.device) -> bool:
-    """Whether the device has the instructions, and this Triton the names, that the kernel is made of."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    try:
-        import_module("kernels.ring_product")
-    except (ImportError, AttributeError) as error:
-        log.warning("event=ring_product_absent why=%r", error)
-        return False
-    return True
+    """Whether the kernel can run there."""
+    return gluon_is_there("kernels.ring_product", device)

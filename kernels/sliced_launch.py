@@ -1,12 +1,11 @@
 """Which products of a decode step kernels.sliced_product takes, and in which shape. Imports no kernel."""
 
-import logging
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
 
 import torch
 from torch import Tensor
+
+from kernels.gluon_there import gluon_is_there
 
 MOST_ROWS = 64
 """Up to so many it was measured, and ahead."""
@@ -14,8 +13,6 @@ MOST_ROWS = 64
 MULTIPROCESSORS = 132  # of the device that shapes were measured on
 SHARED_BYTES = 227 << 10  # of one of them, for a program's part of the weight and of the input
 BLOCK = 128  # a program's part of the width is a multiple of it
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +53,6 @@ def _is_read(matrix: Tensor) -> bool:
     return matrix.dtype == torch.bfloat16 and matrix.data_ptr() % 16 == 0
 
 
-@cache
 def is_there(device: torch.device) -> bool:
-    """Whether the device has the instructions, and this Triton the names, that the kernel is made of."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    try:
-        import_module("kernels.sliced_product")
-    except (ImportError, AttributeError) as error:
-        log.warning("event=sliced_product_absent why=%r", error)
-        return False
-    return True
+    """Whether the kernel can run there."""
+    return gluon_is_there("kernels.sliced_product", device)

@@ -14,6 +14,7 @@ moves nothing from one CTA of a cluster to another, hence the instructions of ou
 ld.shared::cluster, barrier.cluster).
 """
 
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,6 +28,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch
 from kernels.sliced_launch import SHARED_BYTES, SlicedLaunch
+
+KNOWN = ((3, 6), (3, 9))
+"""Of Triton: the first and the last whose name and layout of shared memory `_put` was tried with."""
+if not KNOWN[0] <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= KNOWN[1]:
+    raise ImportError(f"Triton {triton.__version__} may lay out shared memory otherwise than 3.6 to 3.9")
 
 PADDING = gl.constexpr(4)  # floats behind a row of sums in shared memory: no two lanes in one bank
 
