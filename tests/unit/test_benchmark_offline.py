@@ -5,7 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.engine_alone import first_tokens, new_prompts
 from benchmarks.offline import Engine, measure
+from benchmarks.serving_marks import Marks
 from benchmarks.workloads import fixed
 from worker.config import WorkerConfig
 
@@ -16,7 +18,7 @@ def engine() -> Iterator[Engine]:
         WorkerConfig(
             model="random:tiny",
             device="cpu",
-            num_pages=64,
+            num_pages=512,
             page_size=4,
             max_running=4,
             max_context=64,
@@ -38,6 +40,15 @@ def test_a_measured_pass_finds_nothing_in_the_prefix_cache(engine: Engine) -> No
     engine.run(workload)
     assert scheduler.counts().hit_tokens_total == 2 * 20, "whole pages, the last token is computed anyway"
     assert engine._scheduler is scheduler, "made once: its making is no part of a pass"
+
+
+def test_first_tokens_of_the_engine_alone_are_computed_whole(engine: Engine) -> None:
+    """Those in a row were of the prompts that came after pauses: 496 of their 512 tokens were cached."""
+    for prompts in new_prompts(24, engine.vocab_size).values():
+        assert all(seconds > 0 for seconds in first_tokens(engine, prompts, 0.0, Marks()))
+    assert engine._scheduler.counts().hit_tokens_total == 0
+    first_tokens(engine, prompts, 0.0, Marks())
+    assert engine._scheduler.counts().hit_tokens_total > 0, "the cache is on"
 
 
 def test_a_collection_in_a_pass_does_not_walk_what_was_loaded(engine: Engine) -> None:
