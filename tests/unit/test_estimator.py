@@ -116,6 +116,22 @@ def test_the_estimate_of_today_is_what_was_observed(sampled: tuple[RecordedWorke
     assert found["token_count"] == sum(len(turn.prompt) for turn in TURNS)
 
 
+def test_a_burst_of_equal_prompts_hits_as_often_as_it_did(tmp_path: Path) -> None:
+    """A few prompts fill a step: which find the pages of the first depends on single tokens."""
+    config = small_config(PAGES, 16, 32, 128, 512, event_capacity=65536)
+    worker = RecordedWorker(config, tmp_path)
+    for _ in range(8):
+        worker.add(list(range(120)), 4)
+    while worker.step() is not None:
+        pass
+    worker.recorder.turn()
+    sample = worker.recorder.log.sample(worker.recorder.now_us())
+    found = estimate(task_of(worker, sample, limits=limits_of(limits_message(config), PAGES)), sample.requests)
+    (today,) = found["estimates"]  # type: ignore[misc]
+    assert hit_ratio(worker) > 0.5
+    assert today["hit_ratio"] == pytest.approx(hit_ratio(worker))
+
+
 def test_a_window_counts_only_what_came_in_it(sampled: tuple[RecordedWorker, Sample]) -> None:
     worker, sample = sampled
     found = estimate(task_of(worker, sample, window_us=1_000_000), sample.requests)
