@@ -126,8 +126,7 @@ def test_a_burst_of_equal_prompts_hits_as_often_as_it_did(tmp_path: Path) -> Non
         pass
     worker.recorder.turn()
     sample = worker.recorder.log.sample(worker.recorder.now_us())
-    found = estimate(task_of(worker, sample, limits=limits_of(limits_message(config), PAGES)), sample.requests)
-    (today,) = found["estimates"]  # type: ignore[misc]
+    (today,) = estimate(task_of(worker, sample), sample.requests)["estimates"]  # type: ignore[misc]
     assert hit_ratio(worker) > 0.5
     assert today["hit_ratio"] == pytest.approx(hit_ratio(worker))
 
