@@ -35,7 +35,8 @@ def show() -> None:
 def _misses(follower: Follower) -> None:
     st.subheader("Prompt tokens, last 5 min", anchor=False)
     tokens = recent_results(follower)
-    st.altair_chart(misses(tokens, theme_kind()), width="stretch")
+    if any(tokens.values()):  # of none there are no shares
+        st.altair_chart(misses(tokens, theme_kind()), width="stretch")
     st.caption(f"{sum(tokens.values()):,} prompt tokens were looked up in the prefix cache")
 
 

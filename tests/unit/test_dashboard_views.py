@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from streamlit.testing.v1 import AppTest
 
@@ -15,6 +16,7 @@ from dashboard.config import from_args
 from dashboard.demo_source import DemoSource
 from dashboard.facts import IntegrityFacts, ServerFacts, ViolationFacts
 from dashboard.live_pages import LivePages
+from dashboard.spectrogram import FIGURES
 from dashboard.view_parts import short_id
 from kvatlas.client.errors import KvatlasError, PermissionDenied, Refused, Unavailable
 
@@ -206,6 +208,20 @@ def test_what_if_asks_only_when_told_and_shows_today(pages: LivePages) -> None:
     shown = figures_of(app)
     assert shown["Estimate, today"] == shown["Observed"]
     assert shown["Twice the memory"].endswith("%")
+
+
+@pytest.mark.parametrize("looked_up", [0, 160])
+def test_results_of_look_ups_are_drawn_where_there_were_any(
+    pages: LivePages, monkeypatch: pytest.MonkeyPatch, looked_up: int
+) -> None:
+    figures, times_ms = np.zeros((2, len(FIGURES)), np.uint32), np.array([0.0, 1000.0])
+    figures[1, FIGURES.index("hit_tokens")] = looked_up
+    follower = pages.follower("")
+    assert follower is not None
+    monkeypatch.setattr(follower.live_map.spectrogram, "figures", lambda since: (figures, times_ms))
+    app = run("what_if")
+    assert len(app.get("vega_lite_chart")) == (1 if looked_up else 0)
+    assert f"{looked_up} prompt tokens were looked up in the prefix cache" in texts_of(app)
 
 
 def test_integrity_shows_the_audit_and_the_copy(pages: LivePages) -> None:
