@@ -475,7 +475,9 @@ def _turn(
     precision: tl.constexpr = "ieee" if IS_FP32 else "tf32"
     if keys.dtype == tl.float8e4nv and not IS_FP32:
         # One instruction makes two of them fp16, and loses nothing; to bf16 it takes four.
-        query = tl.clamp(query.to(tl.float32), -FP16_LARGEST, FP16_LARGEST).to(tl.float16)
+        # NaN stays: a broken row must not answer as if it were whole.
+        query = tl.clamp(query.to(tl.float32), -FP16_LARGEST, FP16_LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        query = query.to(tl.float16)
         keys, values = keys.to(tl.float16), values.to(tl.float16)
     scores = tl.dot(keys.to(query.dtype), query, input_precision=precision) * scale
     scores = tl.where(inside[:, None], scores, float("-inf"))

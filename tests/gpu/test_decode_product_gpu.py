@@ -1,6 +1,7 @@
 """Decode attention of the qkv product on a device: against its two kernels, and begun early in a chain."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -78,6 +79,21 @@ def test_e4m3_pages_get_and_give_what_two_kernels_do(kv_lens: list[int]) -> None
     kv = problem.kv
     pool = KvLayer(fp8.to_fp8(kv.k.float(), 0.02), fp8.to_fp8(kv.v.float(), 0.05), 0.02, 0.05)
     check(problem, None, pool)
+
+
+@pytest.mark.parametrize("attend", [DecodeProblem.by_one, DecodeProblem.by_two_kernels])
+def test_a_query_that_is_no_number_makes_its_heads_none_over_e4m3_pages(
+    attend: Callable[[DecodeProblem, KvLayer, DecodePlan], Tensor],
+) -> None:
+    """They are multiplied in fp16, for which queries are cut off: a minimum would drop NaN."""
+    problem = DecodeProblem((4, 2, 128), 16, [70, 130], with_norm=False, dtype=torch.bfloat16, device="cuda")
+    problem.qkv[1, :256] = float("nan")  # of the first KV head's two
+    kv = problem.kv
+    pool = KvLayer(fp8.to_fp8(kv.k.float(), 0.02), fp8.to_fp8(kv.v.float(), 0.05), 0.02, 0.05)
+    is_nan = attend(problem, pool, problem.plan()).isnan()
+    assert is_nan[1, :2].all()
+    assert not is_nan[0].any()
+    assert not is_nan[1, 2:].any()
 
 
 @pytest.mark.parametrize("with_norm", [False, True])
