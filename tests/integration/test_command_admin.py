@@ -95,6 +95,9 @@ def test_a_level_is_set_and_a_wrong_one_is_wrong_usage(server: Any, admin: Comma
         (("unpin",), "the name of the pin is missing"),
         (("cancel",), "an id, --principal or --label says which"),
         (("cancel", "--label", "x"), "--label 'x' is not KEY=VALUE"),
+        (("drain", "worker-0"), "admin drain: takes no subject, and got 'worker-0'"),
+        (("drain", "--worker-id", "worker-0"), "admin drain: acts on the service, --worker-id is not for it"),
+        (("cancel", "x", "--worker-id", "worker-0"), "admin cancel: acts on the service"),
     ],
 )
 def test_wrong_usage_is_told_without_a_call(
@@ -104,6 +107,14 @@ def test_wrong_usage_is_told_without_a_call(
     assert done.returncode == 2
     assert sentence in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("action", ["start", "list"])
+def test_a_recording_where_none_is_taken_is_wrong_usage(
+    action: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["record", action, "noon", "--admin-address", "127.0.0.1:1"]) == 2
+    assert capsys.readouterr().err == f"kvatlas: record {action}: takes no recording, and got 'noon'\n"
 
 
 def test_the_servers_refusal_is_the_commands_exit_code(server: Any, admin: Command) -> None:

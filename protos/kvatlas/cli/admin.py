@@ -23,6 +23,7 @@ def run(settings: Namespace) -> int:
     if action is None:
         what = f"admin {settings.action}: " if settings.action else ""
         raise CommandFailed(f"{what}what to do is one of {', '.join(_ACTIONS)}", USAGE)
+    _check_scope(settings)
     with admin_connection(Admin, settings) as admin:
         facts, sentence = action(admin, settings)
     if settings.json:
@@ -141,6 +142,19 @@ _ACTIONS: Mapping[str, Callable[[Admin, Namespace], Answer]] = {
     "log-level": _log_level,
     "profile": _profile,
 }
+
+
+_WITH_SUBJECT = ("pin", "unpin", "cancel", "log-level")
+_OF_ONE_WORKER = ("flush", "pins", "pin", "unpin", "log-level", "profile")
+
+
+def _check_scope(settings: Namespace) -> None:
+    """Who names a worker does not mean all of them. Raises CommandFailed."""
+    action = settings.action
+    if settings.subject and action not in _WITH_SUBJECT:
+        raise CommandFailed(f"admin {action}: takes no subject, and got {settings.subject!r}", USAGE)
+    if settings.worker_id and action not in _OF_ONE_WORKER:
+        raise CommandFailed(f"admin {action}: acts on the service, --worker-id is not for it", USAGE)
 
 
 def _subject(settings: Namespace, what: str) -> str:

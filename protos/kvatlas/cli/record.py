@@ -32,6 +32,9 @@ def run(settings: Namespace) -> int:
     verb = verbs.get(settings.action or "list")
     if verb is None:
         raise CommandFailed(f"record {settings.action}: what to do is one of {', '.join(verbs)}", USAGE)
+    if settings.recording and verb in (_start, _list):
+        text = f"record {settings.action}: takes no recording, and got {settings.recording!r}"
+        raise CommandFailed(text, USAGE)
     with admin_connection(Recorder, settings) as recorder:
         verb(recorder, settings)
     return DONE

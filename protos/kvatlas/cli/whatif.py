@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from kvatlas.cli.config import child_environment
+from kvatlas.cli.counted import counted
 from kvatlas.cli.exits import DONE, FAILED, USAGE, CommandFailed
 from kvatlas.cli.tables import PIPED_WIDTH, print_whole
 
@@ -198,4 +199,4 @@ def _speed(document: Mapping[str, Any]) -> str:
     speed = document["trace"]["seconds"] * count / taken if taken else 0.0
     unit = document["resolution"]
     moves = "token by token" if unit == 1 else f"{unit} tokens at a time"
-    return f"{count} settings in {taken:.1f} s, {speed:,.0f} times real time each, {moves}"
+    return f"{counted(count, 'setting')} in {taken:.1f} s, {speed:,.0f} times real time each, {moves}"
