@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SMALL, LARGE = "random:qwen3-0.6b", "random:llama-3.1-8b"
-VARIANTS = "kvatlas kvatlas_fp8_weights kvatlas_fp8 kvatlas_deterministic"
+VARIANTS = "kvatlas kvatlas_fp8_weights kvatlas_fp8_pages kvatlas_fp8 kvatlas_deterministic"
 PYTEST = "python -m pytest -v --tb=short -p no:cacheprovider --timeout 0 --maxfail 5"
 # As `make memcheck`: a read past a tensor would hit the next one of the caching allocator.
 MEMCHECK = (
@@ -91,8 +91,8 @@ STAGES: tuple[Stage, ...] = (
     _alone("startup-0.6b", f"startup --model {SMALL}", 60, 150),
     _alone("startup-8b", f"startup --model {LARGE}", 90, 200),
     _alone("serving", f"serving --model {SMALL}", 150, 300),
-    _alone("variants-0.6b", f"peers --compare {SMALL} {VARIANTS}", 110, 200),
-    _alone("variants-8b", f"peers --compare {LARGE} {VARIANTS}", 250, 400),
+    _alone("variants-0.6b", f"peers --compare {SMALL} {VARIANTS}", 140, 240),
+    _alone("variants-8b", f"peers --compare {LARGE} {VARIANTS}", 310, 480),
     _alone("observation", f"observation --device cuda --model {SMALL}", 110, 240),
     _alone("backends", "kernels.backends", 150, 300),
 )

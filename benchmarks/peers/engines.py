@@ -205,6 +205,7 @@ def load_transformers(request: Request) -> Loaded:
 VARIANTS: dict[str, dict[str, Any]] = {
     "kvatlas": {},
     "kvatlas_fp8_weights": {"weight_dtype": "fp8"},
+    "kvatlas_fp8_pages": {"kv_dtype": "fp8"},
     "kvatlas_fp8": {"weight_dtype": "fp8", "kv_dtype": "fp8"},
     "kvatlas_deterministic": {"deterministic": True},
 }

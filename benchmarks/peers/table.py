@@ -16,6 +16,7 @@ NAMES = {
     "vllm": "vLLM",
     "mini_sglang": "mini-sglang",
     "kvatlas_fp8_weights": "fp8 weights",
+    "kvatlas_fp8_pages": "fp8 pages",
     "kvatlas_fp8": "fp8 weights and pages",
     "kvatlas_deterministic": "deterministic",
 }
