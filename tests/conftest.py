@@ -310,6 +310,14 @@ def _tail(log: str) -> str:
     return "\n".join(log.splitlines()[-LOG_LINES:])
 
 
+def pytest_collection_finish() -> None:
+    """What runs kernels in Triton's interpreter has imported it by now."""
+    if "triton.runtime.interpreter" in sys.modules:
+        from kernels.testing_interpreter import quicken
+
+        quicken()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped where there is no CUDA device."""
     if not any(item.get_closest_marker("gpu") for item in items):
