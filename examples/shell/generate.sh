@@ -10,8 +10,10 @@ prompt=${2:-The sky is}
 unavailable=112
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-# Quotes and backslashes of the prompt, made safe for JSON.
-escaped=$(printf '%s' "$prompt" | sed 's/\\/\\\\/g; s/"/\\"/g')
+# Quotes, backslashes, tabs and ends of lines of the prompt, made safe for JSON.
+tab=$(printf '\t')
+escaped=$(printf '%s\n' "$prompt" | sed "s/\\\\/\\\\\\\\/g; s/\"/\\\\\"/g; s/$tab/\\\\t/g" |
+  awk '{ printf "%s%s", (NR > 1 ? "\\n" : ""), $0 }')
 scheme=http
 set -- --protocol grpc
 if [ -n "${KVATLAS_TOKEN:-}" ]; then

@@ -77,7 +77,7 @@ def test_a_node_client_streams_cancels_times_out_and_reads_details(real_server: 
 
 def test_the_shell_example_streams_through_reflection(real_server: Any) -> None:
     script = str(ROOT / "examples" / "shell" / "generate.sh")
-    done = run([script, real_server.address, 'Say "hi" \\ there'], BUF=buf())
+    done = run([script, real_server.address, 'Say "hi" \\ there,\n\tand on another line.'], BUF=buf())
     assert done.returncode == 0, done.stdout + done.stderr
     messages = objects(done.stdout)
     assert "started" in messages[0]
