@@ -38,10 +38,10 @@ class Served:
             "127.0.0.1", 0, registry=registry, board=self.board, clock=lambda: self.now
         )
 
-    def get(self, path: str, **headers: str) -> tuple[int, str, str]:
+    def get(self, path: str, method: str = "GET", **headers: str) -> tuple[int, str, str]:
         connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=60)
         try:
-            connection.request("GET", path, headers=headers)
+            connection.request(method, path, headers=headers)
             answer = connection.getresponse()
             return answer.status, answer.getheader("Content-Type") or "", answer.read().decode()
         finally:
@@ -88,6 +88,12 @@ def test_healthy_unless_something_runs_and_no_step_ends(served: Served) -> None:
     assert (status, "stuck" in text) == (503, True)
     served.board.step = StepMark(1, served.now)
     assert served.get("/healthz")[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics", "/"])
+def test_a_head_has_the_status_of_a_get(served: Served, path: str) -> None:
+    status, kind, _ = served.get(path)
+    assert served.get(path, "HEAD")[:2] == (status, kind)
 
 
 def test_other_paths_are_not_found(served: Served) -> None:

@@ -110,6 +110,14 @@ class _Handler(BaseHTTPRequestHandler):
     server: _BoundedServer
 
     def do_GET(self) -> None:
+        self.wfile.write(self._answer())
+
+    def do_HEAD(self) -> None:
+        """How some load balancers and watchers ask."""
+        self._answer()
+
+    def _answer(self) -> bytes:
+        """Sends status and headers; the body."""
         page = self.server.pages.get(self.path.partition("?")[0])
         if page is None:
             status, kind, body = 404, "text/plain", b"/metrics /healthz /readyz\n"
@@ -119,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        return body
 
     def log_message(self, format: str, *args: Any) -> None:
         log_event(logger, logging.DEBUG, "http_request", line=format % args)
