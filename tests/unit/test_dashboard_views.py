@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from dashboard import process
-from dashboard.config import from_args
+from dashboard.config import DashboardConfig, from_args
 from dashboard.demo_source import DemoSource
 from dashboard.facts import IntegrityFacts, ServerFacts, ViolationFacts
 from dashboard.live_pages import LivePages
@@ -357,6 +358,25 @@ def test_a_link_cannot_put_its_words_on_the_page(pages: LivePages) -> None:
     assert "evil.example" not in texts_of(app)
     assert drawn(app)["page_map.js"]["worker"] == "demo-0"
     assert drawn(app)["page_map.js"]["at"] is None
+
+
+def test_whoever_asks_first_makes_the_one_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B119: each would be a channel to the service that nobody closes."""
+    made: list[DemoSource] = []
+
+    def make(settings: DashboardConfig) -> DemoSource:
+        made.append(DemoSource(64, is_frozen=True))
+        return made[-1]
+
+    monkeypatch.setattr(process, "make_source", make)
+    process.install(SETTINGS)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda _: process.live_pages(), range(32)))
+        assert len(made) == 1
+        assert all(pages is found[0] for pages in found)
+    finally:
+        process.shut_down()
 
 
 def test_sessions_and_reruns_share_one_subscriber_and_leave_no_thread(
