@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from kernels.cublas_lt import Configuration, CublasLtError, LtProduct, LtShape, set_up, version
 
@@ -55,6 +55,15 @@ def library_product(x: Tensor, weight: Tensor) -> Tensor:
             _refuse(shape, error)
     with faster_library(x.shape[0], weight):
         return linear(x, weight)
+
+
+def padded_rows(x: Tensor) -> Tensor:
+    """x [num_rows, width] with rows of zeros to the next number of rows that the table has: so a step with
+    prompts, which has any number of tokens to sample, takes what decode steps have loaded. As it is outside.
+    """
+    num_rows = x.shape[0]
+    missing = -num_rows % STEP if LEAST_ROWS <= num_rows <= MOST_ROWS else 0
+    return pad(x, (0, 0, 0, missing)) if missing else x
 
 
 @cache

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 from kernels import reference
 from kernels.batch import KvLayer
 from kernels.decode_inputs import decode_inputs
-from worker.model.fused import FusedModel, OwnRows
+from worker.model.fused import FusedModel, LastRows, OwnRows
 from worker.model.toy import toy_config, toy_model
 
 
@@ -53,6 +53,49 @@ def test_the_fused_network_computes_what_the_plain_one_does(
     else:
         logits = fused.logits(fused.forward(inputs, positions, slots, kv, stored))
     torch.testing.assert_close(logits.float(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "own_rows", "products"),
+    [
+        ([3], OwnRows(3, 3, 0), []),
+        ([0, 2, 3], OwnRows(3, 3, 0), []),
+        ([0, 2, 3], OwnRows(0, 0, 0), [3, 3, 3]),
+        ([*range(66)], OwnRows(3, 0, 0), [72, 72, 72]),
+    ],
+)
+def test_behind_the_last_attention_tokens_go_the_way_of_decode_steps(
+    monkeypatch: pytest.MonkeyPatch, tokens: list[int], own_rows: OwnRows, products: list[int]
+):
+    """By our own products or by the library's for the next size of a decode step, as if for all tokens."""
+    config = toy_config()
+    fused = FusedModel(toy_model(config), own_rows=own_rows)
+    num_tokens = tokens[-1] + 2
+    positions = torch.arange(num_tokens, dtype=torch.int32)
+    at, scale = torch.tensor(tokens, dtype=torch.int32), config.head_dim**-0.5
+
+    def attend(kv: KvLayer, q: Tensor, at: Tensor = positions) -> Tensor:
+        return reference.attention(q, kv.k, kv.v, at, scale=scale)
+
+    shape = (num_tokens, config.num_kv_heads, config.head_dim)
+    kv = [KvLayer(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_layers)]
+    inputs = fused.embedding[torch.randint(0, config.vocab_size, (num_tokens,))]
+    expected = fused.forward(inputs.clone(), positions, positions, kv, attend)
+    residual, rows = inputs.clone(), []
+    q = fused.store(residual, positions, positions, kv, attend)
+
+    def counted(x: Tensor, weight: Tensor) -> Tensor:
+        rows.append(x.shape[0])
+        return x @ weight.T
+
+    monkeypatch.setattr("worker.model.fused.library_product", counted)
+    before = residual.clone()
+    last = LastRows(at, lambda kv, q: attend(kv, q, at))
+    found = fused.finish(q, residual, kv[-1], last)
+    torch.testing.assert_close(found, expected[tokens], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(fused.logits(found), fused.logits(expected)[tokens], rtol=1e-4, atol=1e-4)
+    assert torch.equal(residual, before)
+    assert rows == products
 
 
 def test_decode_inputs_reads_the_last_token_of_each_row():

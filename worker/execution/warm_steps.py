@@ -12,10 +12,13 @@ from worker.scheduling.step import Step
 
 SMALLEST = 16  # tokens
 DECODE_CONTEXT = 640  # more than one chunk of decode attention
+MANY_PROMPTS = 64
+"""Up to so many tokens that are sampled the last layer's products have kernels by powers of two."""
 
 
 def warm_steps(*, max_step_tokens: int, max_running: int, row_width: int, dummy_row: int) -> list[Step]:
-    """Prompts beside many decodes and beside one, prompts alone, large steps first; last a late piece.
+    """Prompts beside many decodes and beside one, prompts alone, large steps first; many prompts of a token;
+    last a late piece.
 
     Most decodes come first: whatever grows with their number has its size before the others run.
     """
@@ -26,6 +29,8 @@ def warm_steps(*, max_step_tokens: int, max_running: int, row_width: int, dummy_
         spans = [(context - 1, context)] * num_decode + _prompts(size - num_decode, row_width)
         steps.append(_step(spans, dummy_row, num_decode, max_running))
     steps += [_step(_prompts(size, row_width), dummy_row, 0, max_running) for size in sizes]
+    for count in _halves(min(MANY_PROMPTS, max_step_tokens, max_running), least=2):
+        steps.append(_step([(0, 1)] * count, dummy_row, 0, max_running))
     if sizes:
         steps.append(_step([_late_piece(row_width)], dummy_row, 0, max_running))
     return steps
@@ -49,8 +54,8 @@ def _late_piece(row_width: int) -> tuple[int, int]:
     return max(0, end - SMALLEST), end
 
 
-def _halves(size: int) -> Iterator[int]:
-    while size >= SMALLEST:
+def _halves(size: int, least: int = SMALLEST) -> Iterator[int]:
+    while size >= least:
         yield size
         size //= 2
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.batch import KvLayer
 from kernels.few_rows import Scaled, add_product, product
-from kernels.library_choice import faster_library, library_product, prepare
+from kernels.library_choice import faster_library, library_product, padded_rows, prepare
 from kernels.matvec import matvec
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rotary_store import Rotary, rotary_store
@@ -123,13 +123,20 @@ class FusedModel:
         """The last layer behind its K and V, for some tokens: their hidden states before the last norm.
 
         q, residual: of all tokens, as `enter` of the last layer leaves them, not changed; kv: of that layer.
-        Returns [n, hidden].
+        Returns [n, hidden]. By the products of a decode step of so many rows, which are loaded.
         """
         layer, rows = self._layers[self.depth - 1], residual.index_select(0, last.tokens)
-        attended = last.attend(kv, q.index_select(0, last.tokens)).flatten(1)
-        normed = add_rms_norm(layer.output(attended), rows, layer.mlp_norm, self.config.rms_norm_eps)
-        rows += layer.down(silu_mul(layer.gate_up(normed)))
-        return rows
+        attended, count = last.attend(kv, q.index_select(0, last.tokens)).flatten(1), rows.shape[0]
+        if self.is_own(count):
+            if count == 1:
+                self._leave_one_row(layer, attended, rows)
+            else:
+                self._leave_few_rows(layer, attended, rows, self._norm)
+            return rows
+        attended, rows = padded_rows(attended), padded_rows(rows)
+        normed = self._added_norm(_by_library(layer.output, attended), rows, layer.mlp_norm)
+        rows += _by_library(layer.down, self._activation(normed, layer))
+        return rows[:count]
 
     def stored_first(self, positions: Tensor, slots: Tensor, attend: AttendStored) -> AttendProduct:
         """Attention that finds K and V stored, behind a kernel that splits the product and stores them."""
@@ -182,7 +189,7 @@ class FusedModel:
         if 0 < hidden.shape[0] <= self._own_rows.gated:
             head = _linear(self._head)
             return product(normed, head.weight[:vocab], bias=head.bias)
-        return self._head(normed)[:, :vocab]
+        return self._head(padded_rows(normed))[: hidden.shape[0], :vocab]
 
     @contextmanager
     def shallow(self) -> Iterator[None]:
@@ -199,12 +206,10 @@ class FusedModel:
     def _decode_one_row(self, residual: Tensor, kv: Sequence[KvLayer], attend: AttendProduct) -> Tensor:
         eps = self.config.rms_norm_eps
         for layer, layer_kv in self._depths(kv):
-            qkv, output, gate_up, down = map(_linear, (layer.qkv, layer.output, layer.gate_up, layer.down))
+            qkv = _linear(layer.qkv)
             heads = matvec(residual, qkv.weight, norm=layer.attention_norm, eps=eps, bias=qkv.bias)
             attended = attend(layer_kv, heads, self._rotary(layer)).flatten(1)
-            matvec(attended, output.weight, residual=residual, bias=output.bias)
-            active = matvec(residual, gate_up.weight, norm=layer.mlp_norm, eps=eps, gated=True)
-            matvec(active, down.weight, residual=residual, bias=down.bias)
+            self._leave_one_row(layer, attended, residual)
         head = _linear(self._head)
         weight = head.weight[: self.config.vocab_size]
         return matvec(residual, weight, norm=self._norm, eps=eps, bias=head.bias)
@@ -214,14 +219,29 @@ class FusedModel:
         gains = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]
         normed: Tensor | Scaled = rms_norm(residual, self._layers[0].attention_norm, eps)
         for (layer, layer_kv), next_gain in zip(self._depths(kv), gains, strict=False):
-            qkv, output, gate_up, down = map(_linear, (layer.qkv, layer.output, layer.gate_up, layer.down))
+            qkv = _linear(layer.qkv)
             heads = product(normed, qkv.weight, eps=eps, bias=qkv.bias)
             attended = attend(layer_kv, heads, self._rotary(layer)).flatten(1)
-            scaled = add_product(attended, output.weight, residual, layer.mlp_norm, bias=output.bias)
-            active = product(scaled, gate_up.weight, eps=eps, gated=True)
-            normed = add_product(active, down.weight, residual, next_gain, bias=down.bias)
+            normed = self._leave_few_rows(layer, attended, residual, next_gain)
         head = _linear(self._head)
         return product(normed, head.weight[: self.config.vocab_size], eps=eps, bias=head.bias)
+
+    def _leave_one_row(self, layer: DecoderLayer, attended: Tensor, residual: Tensor) -> None:
+        """A layer from its attention on, added to the residual."""
+        output, gate_up, down = map(_linear, (layer.output, layer.gate_up, layer.down))
+        matvec(attended, output.weight, residual=residual, bias=output.bias)
+        eps = self.config.rms_norm_eps
+        active = matvec(residual, gate_up.weight, norm=layer.mlp_norm, eps=eps, gated=True)
+        matvec(active, down.weight, residual=residual, bias=down.bias)
+
+    def _leave_few_rows(
+        self, layer: DecoderLayer, attended: Tensor, residual: Tensor, next_gain: Tensor
+    ) -> Scaled:
+        """The same for a few rows; what the next norm, of this gain, starts from."""
+        output, gate_up, down = map(_linear, (layer.output, layer.gate_up, layer.down))
+        scaled = add_product(attended, output.weight, residual, layer.mlp_norm, bias=output.bias)
+        active = product(scaled, gate_up.weight, eps=self.config.rms_norm_eps, gated=True)
+        return add_product(active, down.weight, residual, next_gain, bias=down.bias)
 
     def _activation(self, normed: Tensor, layer: DecoderLayer) -> Tensor:
         if 0 < normed.shape[0] <= self._own_rows.gated:
