@@ -124,16 +124,6 @@ def test_a_signal_ends_the_children_in_order_and_leaves_none(start: Callable[...
     assert not any(psutil.pid_exists(pid) for pid in run.pids("first") + run.pids("second"))
 
 
-def test_each_child_is_in_a_session_of_its_own(start: Callable[..., Run]) -> None:
-    """Ctrl-C reaches all processes of a terminal's group: it is the supervisor who tells the children."""
-    run = start()
-    run.wait_ready()
-    for pid in run.pids("first") + run.pids("second"):
-        assert os.getsid(pid) == pid
-    run.process.send_signal(signal.SIGTERM)
-    assert run.end()[0] == 0
-
-
 def test_before_they_are_ready_all_children_are_told_at_once(start: Callable[..., Run]) -> None:
     run = start("last")  # ends once the second was told, and is never ready
     wait_for(lambda: run.pids("first") and run.pids("second"), "both are up")
