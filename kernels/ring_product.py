@@ -6,6 +6,16 @@ input behind that wait. The others multiply by warp groups (wgmma), the weight o
 before the loop for what the end needs. What a product stands for, norms, activation and residual, is as in
 kernels.few_rows, which launches this kernel; so is how parts of a sum are added up.
 
+What each hand-over rests on. A slot to who multiplies: `ready` is told the bytes of all its copies before
+the first is asked for, so its phase ends when all have come, and who waited for it sees them. A slot back:
+wgmma ends warp by warp, so the warps meet before one of them arrives on `free` (the compiler's barrier; a
+test looks for it), and no turn is handed back whose products may still run. The ring's memory for something
+else (layouts, reductions): each copy has been waited for by then, and both kinds of warps have met at the end
+of warp_specialize; the barriers' memory is nothing else's. Parts: stores, barrier, a count that releases and
+acquires for the device, barrier, loads through the L2 cache. Residual: each program reads its tile before it
+counts, and only the last one writes it. The count is zero again before the grid ends, which the next launch
+waits for.
+
 It is written in Gluon, Triton's lower level (triton/experimental/gluon), which has no interpreter;
 kernels.ring_launch says where it is used.
 """
@@ -266,3 +276,7 @@ def ring_kernel(
                 total, up_total, factor, kept, out, residual, gain, bias, squares_out, tile, first, num_rows,
                 num_outputs, ROWS, OUTPUTS, SQUARES, SQUARES_STRIDE, HAS_RESIDUAL, HAS_BIAS, GATED, mma, flat,
             )  # fmt: skip
+    # Until here the barriers' memory is nothing else's, as it must be (PTX ISA, mbarrier.inval); when layouts
+    # were changed there, some numbers of a tile were wrong in one of 150 launches.
+    mbarrier.invalidate(ready.index(0))
+    mbarrier.invalidate(free.index(0))

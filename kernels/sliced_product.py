@@ -7,6 +7,10 @@ Then every program adds up a slice of the outputs out of the sums that all hold 
 order, so that a result never depends on who was first. What a product stands for, norms, activation and
 residual, is as in kernels.few_rows, which launches this kernel.
 
+What each hand-over rests on. Sums over weight and input: products have ended in all warps, which then meet.
+Sums to the cluster: each thread's stores are released by its own arrival, and acquired by whoever waits. No
+program leaves before all have arrived a second time, and one arrives when what it read has been used.
+
 It is written in Gluon, Triton's lower level (triton/experimental/gluon), which has no interpreter;
 kernels.sliced_launch says where it is used. A program of Triton's is a whole cluster, and what is told apart
 by its rank among the CTAs of it is not known to the compiler: layouts say that all hold the same. Triton 3.6

@@ -62,6 +62,24 @@ def test_products_are_no_worse_than_plain_torch(num_rows, num_outputs, width, la
     assert_no_worse(ours, plain=plain, exact=norm64(wanted, gain) @ back.double().T)
 
 
+@pytest.mark.parametrize("launch", LAUNCHES, ids=["whole", "halves", "thirds"])
+def test_a_thousand_products_leave_the_same_bits(launch):
+    """Sums of `thirds` need more memory than its ring: they were laid over barriers, and some went wrong."""
+    x, weight = noise(64, 2048, seed=0), noise(1024, 2048, seed=1) * 2048**-0.5
+    gain, start = noise(1024, seed=3), noise(64, 1024, seed=4)
+    expected = start.clone()
+    add_product(x, weight, expected, gain, launch=launch)
+    num_wrong, graph = torch.zeros((), dtype=torch.int64, device=DEVICE), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            residual = start.clone()
+            scaled = add_product(x, weight, residual, gain, launch=launch)
+            num_wrong += (residual != expected).sum() + (~scaled.values.isfinite()).sum()
+    for _ in range(50):
+        graph.replay()
+    assert int(num_wrong) == 0
+
+
 def layer(residual: Tensor, attended: Tensor, weights: list[Tensor], gain: Tensor) -> Tensor:
     """The products between two attentions, as a decode step has them; the next qkv."""
     output, gate_up, down, qkv = weights

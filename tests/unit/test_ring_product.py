@@ -105,15 +105,21 @@ ptx = list(kernels.values())[-1].asm["ptx"]
 print(ptx.count("wgmma.mma_async"), ptx.count("cp.async.bulk.tensor"), ptx.count("griddepcontrol.wait"))
 before, *_ = ptx.rpartition("mbarrier.arrive.shared")
 print("bar.sync" in before.rpartition("wgmma.wait_group")[2])
+
+launch = RingLaunch(stages=2, splits=3, block=32)
+few_rows.add_product(empty(64, 512), empty(256, 512), empty(64, 256), empty(256), launch=launch)
+kernel = list(ring_product.ring_kernel.device_caches.values())[0][0].popitem()[1]
+print(kernel.metadata.shared - 4 * launch.outputs * 64 - 2 * 8 * launch.stages)
 """
 
 
 def test_it_compiles_here_and_in_a_process(run_on_absent_gpu: Callable[[str], list[str]]):
     """With the instructions that it is for; what a process compiled is found in the cache."""
-    compiled, instructions, is_together = run_on_absent_gpu(PROGRAM)
+    compiled, instructions, is_together, room = run_on_absent_gpu(PROGRAM)
     products, copies, waits = map(int, instructions.split())
     assert products > 0, "no product by warp groups"
     assert copies > 0, "no copy by the copy engine"
     assert waits > 0, "nobody waits for the kernel before"
     assert is_together == "True", "a slot is told to be free that the other warp group still reads"
+    assert int(room) >= 0, "sums change their layout in the memory of the barriers"
     assert compiled == "[True] ['ring_kernel']"
