@@ -14,6 +14,7 @@ import contextlib
 import socket
 import threading
 from collections import deque
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
@@ -60,6 +61,8 @@ class CommandQueue(Generic[T]):
         # an Event would deadlock when the signal comes while the reader holds its lock.
         self._queue: SimpleQueue[T | None] = SimpleQueue()
         self._limit = limit
+        self._poke: Callable[[], None] | None = None
+        self._reader = 0  # the thread that sleeps elsewhere
 
     @property
     def has_room(self) -> bool:
@@ -74,10 +77,23 @@ class CommandQueue(Generic[T]):
     def put(self, command: T) -> None:
         """Adds one. Ends of services are put even past the bound: they are few, and must not be lost."""
         self._queue.put(command)
+        poke = self._poke
+        if poke is not None and threading.get_ident() != self._reader:
+            poke()
 
     def wake(self) -> None:
         """Ends the reader's sleep without a command; safe in a signal handler."""
         self._queue.put(None)
+        poke = self._poke
+        if poke is not None:  # also on the reader's own thread: a signal may have come within its sleep
+            poke()
+
+    def sleep_elsewhere(self, poke: Callable[[], None] | None) -> None:
+        """The calling reader will sleep in something that `poke` ends; None: in `wait` again.
+
+        What was put before may not have poked: the reader looks at the queue before it sleeps.
+        """
+        self._reader, self._poke = threading.get_ident(), poke
 
     def drain(self, most: int | None = None) -> list[T]:
         """What is there now, at most so many or the bound, without waiting."""

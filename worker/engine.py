@@ -1,8 +1,9 @@
 """The loop: commands → schedule → launch → commit the step before → publish.
 
-One thread, the main one, owns every mutable thing behind it: scheduler, pages, runner. It never waits
-for a socket, encodes nothing and logs nothing per token. With overlap a step is decided and launched
-before the one before it is committed; without, each step is committed at once.
+One thread, the main one, owns every mutable thing behind it: scheduler, pages, runner. While steps run it
+waits for no socket, encodes nothing and logs nothing per token; while none does it serves the link
+(lent_link.py). With overlap a step is decided and launched before the one before it is committed; without,
+each step is committed at once.
 """
 
 import logging
@@ -16,6 +17,7 @@ from worker.channels import CommandQueue, Handover, OutputQueue
 from worker.description import WorkerState
 from worker.execution.runner import BrokenHandle, Runner, StepHandle
 from worker.isolation import is_out_of_memory, run_span_by_span
+from worker.lent_link import LentLink, Link
 from worker.log import log_event
 from worker.messages import EngineCommand, LinkMessage, StepOutputs
 from worker.obey import Obedience
@@ -73,6 +75,7 @@ class Engine:
         observations: Handover[Observation],
         board: StatusBoard,
         on_state: Callable[[], None],
+        link: Link | None = None,
         wake_observer: Callable[[], None] = lambda: None,
         traffic: TrafficQueue | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -82,6 +85,7 @@ class Engine:
         self._settings = settings
         self._commands = commands
         self._outputs = outputs
+        self._link = LentLink(link, commands, outputs, clock)
         self._board = board
         self._on_state = on_state
         self._clock = clock
@@ -149,18 +153,26 @@ class Engine:
             logger.exception("event=engine_failed")
             self._end_all(FailureReason.INTERNAL, "the engine failed")
             status = EXIT_BUG
+        finally:
+            self._link.give_back()
         return status
 
     def _turn(self) -> None:
+        if self._in_flight:
+            self._link.look()
         now = self._clock()
         for command in self._commands.drain(COMMANDS_PER_TURN):
             self._obedience.obey(command, now)
             self._watch.has_news = True
-        if not self._settings.overlap:
-            self._outputs.wake()  # a launch is the whole step: answers to requests go out before it
+        if not self._settings.overlap:  # a launch is the whole step: answers to requests go out before it
+            self._link.wake()
+            if self._scheduler.has_work(now):
+                self._link.give_back()
         has_committed = self._commit_first_tokens()
         step = self._launch(self._clock())
-        self._outputs.wake()  # not before: their sender would want the interpreter during the launch
+        self._link.wake()  # not before: their sender would want the interpreter during the launch
+        if step is not None and self._link.is_held and not self._is_first_token_close():
+            self._link.give_back()
         is_busy = bool(self._in_flight)
         keep = 1 if self._settings.overlap and step is not None else 0
         while len(self._in_flight) > keep:
@@ -173,9 +185,13 @@ class Engine:
         if not is_busy and not self._scheduler.has_work(now):
             self._sleep(now)
 
+    def _is_first_token_close(self) -> bool:
+        return first_tokens.are_close([launched.step for launched in self._in_flight])
+
     def _launch(self, now: float) -> Step | None:
         """Decides the next step and starts it, where there is one and somebody takes its outputs."""
         if self._outputs.is_full:
+            self._link.give_back()
             if not self._in_flight:
                 self._outputs.wait_for_room(ROOM_SECONDS)
             return None
@@ -212,7 +228,7 @@ class Engine:
         """Nothing to run: until a command, a deadline, or the next observation."""
         due = (self._scheduler.next_deadline(now), self._drain_end, self._obedience.next_time)
         limits = [self._watch.next_time(now), *(time for time in due if time is not None)]
-        command = self._commands.wait(max(0.0, min(limits) - now))
+        command = self._link.wait(max(0.0, min(limits) - now))
         woken = self._clock()
         self._was_idle, self._last_end = True, None
         self._watch.idled(woken - now)
@@ -309,8 +325,8 @@ class Engine:
     def _put_out(self, by_source: dict[str, OutputColumns]) -> None:
         if by_source:
             seconds = self._watch.last_step_seconds
-            self._outputs.put(StepOutputs(self._board.step.number, seconds, by_source))
-        self._outputs.wake()
+            self._outputs.put(StepOutputs(self._board.step.number, seconds, by_source), wakes=False)
+        self._link.wake()
 
     # Ends.
 

@@ -6,18 +6,30 @@ already does not wait for it either. Owns these rules alone; the loop is engine.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from worker.execution.runner import StepHandle
 from worker.scheduling.step import Step
 
 POLL_SECONDS = 0.00002
 POLLS = 4
+CLOSE_TOKENS = 1024
+"""A step of more takes so long that a thread more or less on the way of its tokens is nothing."""
 
 
 def has_any(step: Step) -> bool:
     """Whether prompts end in this step."""
     return len(step.sampled) > step.num_decode
+
+
+def are_close(steps: Sequence[Step]) -> bool:
+    """Whether the oldest of the steps in flight has first tokens soon, and none behind it has any."""
+    return (
+        bool(steps)
+        and has_any(steps[0])
+        and steps[0].num_tokens <= CLOSE_TOKENS
+        and not any(map(has_any, steps[1:]))
+    )
 
 
 def are_there(step: Step, handle: StepHandle) -> bool:

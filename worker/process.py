@@ -360,6 +360,7 @@ class WorkerProcess:
                 observations=self.observations,
                 board=self.board,
                 on_state=self.link.announce,
+                link=self.link,
                 wake_observer=self._wake_readers,
                 traffic=self.traffic,
                 clock=self._clock,

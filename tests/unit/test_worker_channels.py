@@ -33,6 +33,24 @@ def test_a_command_ends_the_wait_of_an_idle_reader() -> None:
     assert queue.wait(0.0) is None
 
 
+def test_a_reader_that_sleeps_elsewhere_is_told_of_what_others_put() -> None:
+    queue: CommandQueue[int] = CommandQueue(limit=8)
+    pokes: list[str] = []
+    queue.sleep_elsewhere(lambda: pokes.append("poke"))
+    queue.put(1)
+    assert pokes == [], "it is awake while it puts something itself"
+    other = threading.Thread(target=queue.put, args=(2,))
+    other.start()
+    other.join()
+    assert pokes == ["poke"]
+    queue.wake()
+    assert pokes == ["poke"] * 2, "a signal handler runs on the thread that sleeps"
+    queue.sleep_elsewhere(None)
+    queue.wake()
+    assert pokes == ["poke"] * 2
+    assert queue.drain() == [1, 2]
+
+
 def test_an_output_wakes_a_poll_and_a_cleared_wakeup_sleeps() -> None:
     queue: OutputQueue[int] = OutputQueue(limit=4)
     descriptor = queue.wakeup.fileno()

@@ -1,5 +1,6 @@
 """The engine's loop: every request ends exactly once, whatever breaks, and only what is broken ends badly."""
 
+import select
 import threading
 import time
 from array import array
@@ -84,10 +85,39 @@ class Got:
     ends: list[SequenceEnd] = field(default_factory=list)
 
 
+class RecordedLink:
+    """A link that can be lent, and what the engine did with it, in order. It has no thread of its own."""
+
+    def __init__(self, outputs: OutputQueue[LinkMessage]) -> None:
+        self.did: list[str | LinkMessage] = []  # by the engine's thread
+        self._outputs = outputs
+
+    def borrow(self) -> None:
+        self.did.append("borrow")
+
+    def give_back(self) -> None:
+        self.did.append("give back")
+
+    def serve(self, seconds: float) -> None:
+        select.select([self._outputs.wakeup.fileno()], [], [], seconds)
+        self._outputs.wakeup.clear()
+        self.send_outputs()
+
+    def send_outputs(self) -> None:
+        self.did += self._outputs.take(1000)
+
+    def sent_tokens(self, end: int | None = None) -> int:
+        """Before that entry of `did`."""
+        steps = [message for message in self.did[:end] if isinstance(message, StepOutputs)]
+        return sum(len(columns.token_ids) for step in steps for columns in step.by_source.values())
+
+
 class Bench:
     """An engine on a thread, with its queues in the test's hands."""
 
-    def __init__(self, settings: EngineSettings, fault: Fault, *, output_limit: int, pages: int) -> None:
+    def __init__(
+        self, settings: EngineSettings, fault: Fault, *, output_limit: int, pages: int, lends: bool = False
+    ) -> None:
         cache = CacheConfig(pages, 4)
         config = SchedulerConfig(cache, max_running=8, max_step_tokens=16, max_context_tokens=CONTEXT)
         self.scheduler = Scheduler(config)
@@ -95,6 +125,7 @@ class Bench:
         self.commands: CommandQueue[EngineCommand] = CommandQueue(256)
         self.outputs: OutputQueue[LinkMessage] = OutputQueue(output_limit)
         self.observations: Handover[Observation] = Handover(100_000)
+        self.link = RecordedLink(self.outputs)
         self.board: StatusBoard = first_board(description(pages), time.monotonic())
         self.engine = Engine(
             self.scheduler,
@@ -105,6 +136,7 @@ class Bench:
             observations=self.observations,
             board=self.board,
             on_state=lambda: None,
+            link=self.link if lends else None,
         )
         self.status: int | None = None
         self.got: dict[int, Got] = {}
@@ -179,8 +211,9 @@ def bench(
     *,
     output_limit: int = 10_000,
     pages: int = 64,
+    lends: bool = False,
 ) -> Iterator[Bench]:
-    made = Bench(settings or EngineSettings(), fault, output_limit=output_limit, pages=pages)
+    made = Bench(settings or EngineSettings(), fault, output_limit=output_limit, pages=pages, lends=lends)
     made.thread.start()
     try:
         yield made
@@ -527,3 +560,50 @@ def test_device_rows_that_differ_from_the_books_are_reported(debug: bool) -> Non
             assert finding.check == "device_table"
             assert finding.row is not None
             assert "by the books" in finding.text
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_SECONDS
+    while not is_so():
+        assert time.monotonic() < end, "not so in time"
+        threading.Event().wait(0.001)
+
+
+def test_an_idle_engine_serves_the_link_until_a_first_token_is_out() -> None:
+    with bench(EngineSettings(overlap=True), lends=True) as b:
+        wait_until(lambda: b.link.did == ["borrow"])
+        b.add(1, prompt_of(1))  # from another thread, which ends the engine's sleep in the link
+        wait_until(lambda: "give back" in b.link.did)
+        end = b.link.did.index("give back")
+        assert any(isinstance(message, AddAnswer) for message in b.link.did[:end])
+        assert b.link.sent_tokens(end) == 1, "the first token, and nothing behind it"
+        wait_until(lambda: b.link.sent_tokens() == 8)  # when it is idle again: the link has no other thread
+        assert b.link.did.count("borrow") == 2
+    assert b.status == EXIT_OK
+    assert b.link.did[-1] == "give back", "whoever closes the link needs its thread"
+
+
+@pytest.mark.parametrize("reason", ["the launch is the step", "the step is long", "another prompt behind it"])
+def test_a_link_that_would_wait_for_a_step_is_given_back(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason == "the step is long":
+        monkeypatch.setattr("worker.first_tokens.CLOSE_TOKENS", len(prompt_of(1)) - 1)
+    with bench(EngineSettings(overlap=reason != "the launch is the step"), lends=True) as b:
+        wait_until(lambda: b.link.did == ["borrow"])
+        if reason == "another prompt behind it":
+            # A step is lazy: the second prompt comes while the first one's result is still to be asked for.
+            launch, late = b.runner.launch, [lambda: b.add(2, prompt_of(2))]
+
+            def launch_and_add(step: Step) -> FakeHandle:
+                handle = launch(step)
+                while late:
+                    late.pop()()
+                return handle
+
+            monkeypatch.setattr(b.runner, "launch", launch_and_add)
+        b.add(1, prompt_of(1))
+        wait_until(lambda: "give back" in b.link.did)
+        assert b.link.sent_tokens(b.link.did.index("give back")) == 0
+        wait_until(lambda: b.link.sent_tokens() == (16 if reason == "another prompt behind it" else 8))
+    assert b.status == EXIT_OK

@@ -35,7 +35,7 @@ class CannotSend(Exception):
 
 
 class Router(Protocol):
-    """What the link's thread needs of its socket. Made by one thread, then used by the link's alone."""
+    """What the link needs of its socket. Used by one thread at a time."""
 
     address: str  # as bound: a wildcard port became a number
 

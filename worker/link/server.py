@@ -1,14 +1,16 @@
 """The engine socket: commands in, one StepOutput per step and service out, heartbeats.
 
-One I/O thread owns the ROUTER (router.py) and everything in this file; it never reads engine state. The
-rules are those at the head of worker.proto. Whatever cannot be sent ends that service's session, and
-with it its sequences: nothing is dropped in silence.
+One I/O thread owns the ROUTER (router.py) and everything in this file; it never reads engine state. While the
+engine is idle that one's thread takes its place (worker/lent_link.py), one at a time (turns.py). The rules
+are those at the head of worker.proto. Whatever cannot be sent ends that service's session, and with it its
+sequences: nothing is dropped in silence.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import zmq
 from google.protobuf.message import DecodeError
@@ -22,6 +24,7 @@ from worker.link.constraint_desk import ConstraintDesk
 from worker.link.doorkeeper import Doorkeeper
 from worker.link.peers import Peer, Peers, Refused
 from worker.link.router import CannotSend, open_router
+from worker.link.turns import Turns
 from worker.log import log_event, trace_id_of
 from worker.messages import (
     Abort,
@@ -46,6 +49,7 @@ from worker.status import StatusBoard
 HEARTBEAT_SECONDS = 0.5
 SILENCE_SECONDS = 5.0
 READS_PER_TURN = 256  # so that outputs are not held up by a flood of requests
+LENT_READS = 16  # of the engine's thread, so that a first request is not held up either
 SENDS_PER_TURN = 64
 BEHIND_SECONDS = 0.005
 FLUSH_SECONDS = 0.5  # for the last messages of an orderly end
@@ -86,6 +90,8 @@ class EngineLink:
         self.sequence_mismatches = 0  # heartbeats of services whose live count differs from ours
         self._is_stopping = False
         self._beats_at_once = False
+        self._next_beat = clock()
+        self._turns = Turns(outputs.wakeup.notify)
         self._router = open_router(context, address, outputs.wakeup.fileno(), doorkeeper)
         self.address = self._router.address
         self.thread = threading.Thread(target=self._run, name="kvatlas-io", daemon=True)
@@ -100,7 +106,10 @@ class EngineLink:
         self.thread.start()
 
     def close(self) -> None:
-        """Sends what is handed over already, then ends the thread and the socket; idempotent."""
+        """Sends what is handed over already, then ends the thread and the socket; idempotent.
+
+        Not while it is lent.
+        """
         self._is_stopping = True
         self._outputs.wakeup.notify()
         if self.thread.ident is not None:
@@ -119,20 +128,52 @@ class EngineLink:
             self._router.close(linger_seconds=FLUSH_SECONDS)
 
     def _serve(self) -> None:
-        next_beat = self._clock()
         while not self._is_stopping:
-            now = self._clock()
-            if now >= next_beat or self._beats_at_once:
-                self._beats_at_once = False
-                self._beat()
-                next_beat = max(next_beat + HEARTBEAT_SECONDS, now)
-            self._wait(next_beat - now)
-            self._outputs.wakeup.clear()
-            self._send_outputs()
-            if self._receive():
-                self._drop_silent()
+            self._turns.take(self._turn)
         while len(self._outputs):
             self._send_outputs()
+
+    def _turn(self, most_seconds: float = HEARTBEAT_SECONDS, most_reads: int = READS_PER_TURN) -> None:
+        now = self._clock()
+        if now >= self._next_beat or self._beats_at_once:
+            self._beats_at_once = False
+            self._beat()
+            self._next_beat = max(self._next_beat + HEARTBEAT_SECONDS, now)
+        self._wait(min(most_seconds, self._next_beat - now))
+        self._outputs.wakeup.clear()
+        self._send_outputs()
+        if self._receive(most_reads):
+            self._drop_silent()
+
+    # For the engine's thread: worker.lent_link.Link.
+
+    def borrow(self) -> None:
+        """Its own thread rests until `give_back`."""
+        self._turns.borrow()
+
+    def give_back(self) -> None:
+        """Its own thread goes on."""
+        self._turns.give_back()
+
+    def serve(self, seconds: float) -> None:
+        """Sends and receives what there is; waits so long at most for the first of it. Never raises."""
+        self._try(partial(self._turn, seconds, LENT_READS))
+
+    def send_outputs(self) -> None:
+        """Sends all that the engine has put out. Never raises."""
+        while len(self._outputs) and not self._is_stopping:
+            self._try(self._send_outputs)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        """As the link's own thread would: what fails ends the link, and with it the worker."""
+        if self._is_stopping:
+            return
+        try:
+            work()
+        except Exception:
+            logger.exception("event=link_failed")
+            self._is_stopping = True
+            self._on_failure()
 
     def _wait(self, seconds: float) -> None:
         if len(self._outputs):
@@ -144,9 +185,9 @@ class EngineLink:
 
     # Service to worker.
 
-    def _receive(self) -> bool:
+    def _receive(self, most_reads: int) -> bool:
         """Reads what services sent; whether the socket is empty now."""
-        for _ in range(READS_PER_TURN):
+        for _ in range(most_reads):
             if not self._commands.has_room:
                 return False
             came = self._router.receive()
