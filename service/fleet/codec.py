@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from google.protobuf import timestamp_pb2
-
 from kvatlas.v1.cache_pb2 import PoolGeometry, PoolStats, Revision
 from kvatlas.v1.generation_pb2 import ChoiceConstraint
 from kvatlas.v1.server_pb2 import Model, WorkerInfo, WorkerLoad
@@ -136,55 +134,74 @@ def encode_cancel_command(command_id: int, cancelled_id: int) -> bytes:
 
 
 def encode_add(request: Request, run: Run) -> bytes:
-    """A request to run."""
-    add = worker_pb2.AddSequence(
-        sequence_id=run.sequence_id,
-        sample_count=run.num_samples,
-        prompt_token_ids=_u32(request.prompt_ids),
-        params=_params(request, run),
+    """A request to run.
+
+    Written in place: built of messages that are copied into one another it took five times as long, in code
+    that runs before every first token (104 and 20 us, EPYC, busy; 17 and 9 us, idle).
+    """
+    message = worker_pb2.ServiceMessage()
+    add = message.add
+    add.sequence_id = run.sequence_id
+    add.sample_count = run.num_samples
+    add.prompt_token_ids = _u32(request.prompt_ids)
+    add.cache_read = request.cache_read
+    add.cache_write = request.cache_write
+    add.request_id = request.request_id
+    add.receive_time.seconds, add.receive_time.nanos = divmod(request.receive_time_ns, 1_000_000_000)
+    _set(
+        add,
         priority=request.priority,
         timeout_ms=run.timeout_ms,
         queue_timeout_ms=run.queue_timeout_ms,
-        cache_read=request.cache_read,
-        cache_write=request.cache_write,
         cache_salt=request.page_salt,
-        request_id=request.request_id,
         tenant=request.tenant,
-        labels=request.labels,
-        receive_time=_timestamp(request.receive_time_ns),
         traceparent=request.traceparent,
         adapter=request.adapter,
         first_choice_index=run.first_choice,
-        resume_token_ids=_u32(run.resume_ids),
         attempt=run.attempt,
     )
-    return worker_pb2.ServiceMessage(add=add).SerializeToString()
+    if request.labels:
+        add.labels.update(request.labels)
+    if run.resume_ids:
+        add.resume_token_ids = _u32(run.resume_ids)
+    _write_params(add.params, request, run)
+    return message.SerializeToString()
 
 
-def _params(request: Request, run: Run) -> worker_pb2.SequenceParams:
+def _set(message: Any, **values: object) -> None:
+    """Fields that are not optional: one that is 0 or empty need not be set."""
+    for name, value in values.items():
+        if value:
+            setattr(message, name, value)
+
+
+def _write_params(params: worker_pb2.SequenceParams, request: Request, run: Run) -> None:
     sampling, stops = request.sampling, request.stops
-    params = worker_pb2.SequenceParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
+    params.temperature = sampling.temperature
+    params.top_p = sampling.top_p
+    params.repetition_penalty = sampling.repetition_penalty
+    params.seed = sampling.seed
+    params.max_tokens = stops.max_tokens
+    params.stop_at_eos = not stops.ignore_eos
+    _set(
+        params,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,
-        seed=sampling.seed,
-        max_tokens=stops.max_tokens,
         min_tokens=stops.min_tokens,
-        stop_token_ids=_u32(stops.token_ids),
-        stop_at_eos=not stops.ignore_eos,
         max_duration_ms=run.max_duration_ms,
-        logprobs=request.output.logprobs,
-        prompt_logprobs=run.prompt_logprobs,
     )
+    if stops.token_ids:
+        params.stop_token_ids = _u32(stops.token_ids)
+    if request.output.logprobs is not None:
+        params.logprobs = request.output.logprobs
+    if run.prompt_logprobs is not None:
+        params.prompt_logprobs = run.prompt_logprobs
     if sampling.logit_bias:
         params.logit_bias_token_ids = _u32([token for token, _ in sampling.logit_bias])
         params.logit_bias_values = array("f", [bias for _, bias in sampling.logit_bias]).tobytes()
     _set_constraint(params, request)
-    return params
 
 
 def _set_constraint(params: worker_pb2.SequenceParams, request: Request) -> None:
@@ -200,10 +217,6 @@ def _set_constraint(params: worker_pb2.SequenceParams, request: Request) -> None
 def _u32(values: Sequence[int]) -> bytes:
     plane = values if isinstance(values, array) and values.typecode == "I" else array("I", values)
     return plane.tobytes()
-
-
-def _timestamp(ns: int) -> timestamp_pb2.Timestamp:
-    return timestamp_pb2.Timestamp(seconds=ns // 1_000_000_000, nanos=ns % 1_000_000_000)
 
 
 # From the worker

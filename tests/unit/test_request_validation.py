@@ -76,6 +76,7 @@ BAD = [
     (spec_of(text="é" * (validate.MAX_TEXT_BYTES // 2 + 1)), "spec.text"),
     (spec_of(token_ids=pb.TokenSequence()), "spec.token_ids.ids"),
     (spec_of(token_ids=pb.TokenSequence(ids=[0, VOCAB, 1])), "spec.token_ids.ids"),
+    (spec_of(token_ids=pb.TokenSequence(ids=[0, VOCAB, 1] * validate.FEW_IDS)), "spec.token_ids.ids"),
     (spec_of(chat=pb.ChatPrompt()), "spec.chat.messages"),
     (spec_of(chat=pb.ChatPrompt(messages=[USER, pb.ChatMessage(content="x")])), "spec.chat.messages[1].role"),
     (spec_of(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role=99)])), "spec.chat.messages[0].role"),  # type: ignore[arg-type]
