@@ -113,6 +113,20 @@ def add_product(
     return out
 
 
+def runs_beside(weight: Tensor, *, gated: bool = False, adds: bool = False) -> bool:
+    """Whether products of 17 to 64 rows with this weight may run on several streams at once. Kernels whose
+    programs share a tile may not: they count who has arrived, in one place for all launches.
+    """
+    for num_rows in (32, 64):
+        x = torch.empty(num_rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        ring = ring_launch(x, weight, gated=gated, adds=adds)
+        if ring is not None and ring.splits > 1:
+            return False
+        if ring is None and sliced_launch(x, weight, gated=gated, adds=adds) is None:
+            return False
+    return True
+
+
 def choose_launch(num_rows: int, num_outputs: int, width: int, gated: bool) -> FewRowsLaunch:
     """The fastest launch shape of those tried for products of this kind (docs/kernels.md)."""
     outputs = 32 if gated and num_outputs <= 8192 else 64

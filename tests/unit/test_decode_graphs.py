@@ -5,6 +5,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before the imports below
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ class Setting:
     graphs: DecodeGraphs
 
 
-def setting() -> Setting:
+def setting(own_rows: OwnRows | None = None) -> Setting:
     pages = ROWS * 2
     table = PageTable(max_running=ROWS, max_context=CONTEXT, num_pages=pages, page_size=PAGE, device=CPU)
     tokens = TokenPool(num_rows=ROWS + 1, width=table.slots.shape[1], device=CPU)
@@ -62,7 +63,11 @@ def setting() -> Setting:
     backend = TritonBackend(*heads, CONTEXT)
     scale = CONFIG.attention_scale
     graphs = DecodeGraphs(
-        FusedModel(MODEL, own_rows=OwnRows(4, 0, 0)), backend, tables, max_batch=ROWS, scale=scale
+        FusedModel(MODEL, own_rows=own_rows or OwnRows(4, 0, 0)),
+        backend,
+        tables,
+        max_batch=ROWS,
+        scale=scale,
     )
     return Setting(table, tokens, pool, graphs)
 
@@ -107,6 +112,26 @@ def test_attention_of_the_product_and_behind_a_store_leave_the_same(monkeypatch:
     (tokens, pool), (tokens_of_product, pool_of_product) = left
     assert tokens_of_product == tokens
     torch.testing.assert_close(pool_of_product, pool, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_rows_in_groups_leave_what_they_leave_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, and K and V of every page, of more rows than our own products take; padding is in the last."""
+    through, groups = FusedModel.through_layers, []
+
+    def noted(self: FusedModel, residual: torch.Tensor, *rest: Any) -> Any:
+        groups.append(residual.shape[0])
+        return through(self, residual, *rest)
+
+    monkeypatch.setattr(FusedModel, "through_layers", noted)
+    whole, split = setting(), setting(OwnRows(4, 0, 0, beside=ROWS))
+    batch = ([5, 2, 7, 0, 1, 3, 4], [3, 8, 1, 2, 4, 7, 1])
+    tokens = drawn(whole, *batch)
+    assert not groups
+    assert drawn(split, *batch) == tokens
+    assert groups == [4, 4]
+    torch.testing.assert_close(split.pool.buffer, whole.pool.buffer, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert drawn(split, batch[0][:4], batch[1][:4]) == drawn(whole, batch[0][:4], batch[1][:4])
+    assert groups == [4, 4, 4, 4], "four rows are not split, in one piece or the other"
 
 
 def test_nothing_is_left_of_a_larger_batch() -> None:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
-from kernels import reference
+from kernels import reference, ring_launch, sliced_launch
 from kernels.batch import KvLayer
 from kernels.decode_inputs import decode_inputs
+from kernels.few_rows import runs_beside
 from worker.model.fused import FusedModel, LastRows, OwnRows
 from worker.model.toy import toy_config, toy_model
 
@@ -112,6 +113,27 @@ def test_decode_inputs_reads_the_last_token_of_each_row():
     assert slots.tolist() == [int(table[2, 6]), int(table[0, 31]), 999, 999]
     expected = embedding[[int(token_ids[2, 6]), int(token_ids[0, 31]), 0, 0]]
     torch.testing.assert_close(hidden, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "width", "gated", "adds", "expected"),
+    [
+        (4096, 1024, False, False, True),
+        (1024, 2048, False, True, True),
+        (6144, 1024, True, False, True),
+        (1024, 3072, False, True, True),
+        (4096, 14_336, False, True, False),  # its programs count who has arrived
+        (512, 256, False, False, False),  # few programs, as in few_rows.py
+    ],
+)
+def test_products_run_beside_others_where_their_programs_share_no_counters(
+    monkeypatch: pytest.MonkeyPatch, outputs: int, width: int, gated: bool, adds: bool, expected: bool
+):
+    weight = torch.empty(outputs, width, dtype=torch.bfloat16)
+    assert not runs_beside(weight, gated=gated, adds=adds), "a processor"
+    for launches in (ring_launch, sliced_launch):
+        monkeypatch.setattr(launches, "is_there", lambda device: True)
+    assert runs_beside(weight, gated=gated, adds=adds) == expected
 
 
 def test_our_own_products_take_dense_weights_of_two_bytes_as_far_as_measured():

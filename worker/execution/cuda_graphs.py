@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.backend import GraphBackend
+from kernels.backend import GraphBackend, StaticDecode
 from kernels.batch import KvLayer
 from kernels.decode_inputs import decode_inputs
 from kernels.dependent_launch import dependent_launches
@@ -38,6 +38,7 @@ from kernels.zero_copy import (
     write_results,
 )
 from worker.execution.graph_sizes import capture_sizes, kernel_sizes, padded_size
+from worker.execution.row_groups import Branches, group_slices
 from worker.execution.step_buffers import StepBuffer, StepBuffers, StepOutcome, decode_shapes
 from worker.model.fused import AttendProduct, FusedModel
 
@@ -100,6 +101,11 @@ class DecodeGraphs:
         width, dtype = model.embedding.shape[1], model.embedding.dtype
         self._hidden = torch.zeros(max_batch, width, dtype=dtype, device=device)
         self._decode = backend.static_decode(tables.page_table, max_batch)
+        most = max(map(model.num_groups, self.sizes)) if isinstance(self._decode, ProductDecode) else 1
+        self._of_groups = [
+            backend.static_decode(tables.page_table, PRODUCT_ROWS) for _ in range(most if most > 1 else 0)
+        ]
+        self._branches = Branches(most, device)
         self._scratch: SampleScratch = make_scratch(max_batch, config.vocab_size, device)
         self._is_finite = self._scratch.is_finite.view(torch.int8)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
@@ -221,9 +227,25 @@ class DecodeGraphs:
         tables = self._tables
         inputs = (tables.page_table, tables.token_ids, self._model.embedding)
         decode_inputs(rows, kv_lens, *inputs, positions, slots, hidden)
+        if parts := self._parts(size):
+            self._branches.run([partial(self._run_group, *part, rows, kv_lens) for part in parts])
+            return self._model.logits(hidden)
         self._decode.begin(rows, kv_lens)
-
         return self._model.decode(hidden, tables.kv, self._attention(positions, slots))
+
+    def _parts(self, size: int) -> list[tuple[StaticDecode, slice]]:
+        """Groups of rows that run side by side, each with its attention; none for a step in one piece."""
+        count = min(self._model.num_groups(size), len(self._of_groups))
+        slices = group_slices(size, count) if count > 1 else []
+        return list(zip(self._of_groups, slices, strict=False))
+
+    def _run_group(self, decode: StaticDecode, at: slice, rows: Tensor, kv_lens: Tensor) -> None:
+        """The layers of some rows; their logits are those of the whole step."""
+        assert isinstance(decode, ProductDecode), "groups are made of these"
+        with dependent_launches(False):  # what comes before it is on another stream
+            decode.begin(rows[at], kv_lens[at])
+        attend = partial(decode.attend_product, scale=self._scale)
+        self._model.through_layers(self._hidden[at], self._tables.kv, attend)
 
     def _attention(self, positions: Tensor, slots: Tensor) -> AttendProduct:
         """Of one launch a layer for few rows, where the backend has that."""
@@ -256,7 +278,9 @@ class DecodeGraphs:
             into[PAGE_IDS, :num_pages] = new_pages.ids
         there = (self._tables.page_table, self._rows, self._kv_lens)
         read_batch(buffer.batch, *there, max(size, num_pages), page_size=self._tables.page_size)
-        self._decode.prepare(size, kv_lens)
+        parts = self._parts(size) or [(self._decode, slice(0, size))]
+        for decode, at in parts:
+            decode.prepare(at.stop - at.start, kv_lens[at])
 
     def _hand_out(self, buffer: StepBuffer, count: int) -> None:
         write_results(self._scratch.ids, self._is_finite, buffer.results, count)

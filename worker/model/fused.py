@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.batch import KvLayer
-from kernels.few_rows import Scaled, add_product, product
+from kernels.few_rows import Scaled, add_product, product, runs_beside
 from kernels.library_choice import faster_library, library_product, padded_rows, prepare
 from kernels.matvec import matvec
 from kernels.rms_norm import add_rms_norm, rms_norm
@@ -35,6 +35,8 @@ what q and K go through) → [T, num_heads, head_dim]. Leaves K and V stored."""
 
 ADDING_ROWS = 4096
 """Rows from which the library's products add to the residual, so that the norm reads one tensor less."""
+BESIDE_BYTES = 48 << 20
+"""Of a layer's weights, at most, where groups of rows run side by side: each reads them, out of a cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class OwnRows:
     chain: int  # a whole decode step
     gated: int  # the product with the activation in it, and the head, beside the library's others
     dependent: int  # a step whose kernels of ours may begin before the last one has ended
+    beside: int = 0  # a step in groups of at most `chain` rows, side by side
 
     @classmethod
     def of(cls, model: Model) -> "OwnRows":
@@ -61,7 +64,7 @@ class OwnRows:
             return cls(0, 0, dependent)
         if _dense(model.embedding).element_size() != 2:
             return cls(1, 0, 0)
-        return cls(64, 64, 256)
+        return cls(64, 64, 256, 256 if _run_beside(model) else 0)
 
 
 class FusedModel:
@@ -86,6 +89,11 @@ class FusedModel:
     def is_chain(self, num_rows: int) -> bool:
         """Whether those of its kernels that are ours gain by beginning early: dependent launches."""
         return num_rows <= self._own_rows.dependent
+
+    def num_groups(self, num_rows: int) -> int:
+        """Groups of rows of a decode step that gain by running side by side, each `through_layers`."""
+        own = self._own_rows
+        return -(-num_rows // own.chain) if own.chain < num_rows <= own.beside else 1
 
     def decode(self, residual: Tensor, kv: Sequence[KvLayer], attend: AttendProduct) -> Tensor:
         """A decode step: logits [T, vocab_size] of all rows. residual as in `forward`."""
@@ -215,6 +223,12 @@ class FusedModel:
         return matvec(residual, weight, norm=self._norm, eps=eps, bias=head.bias)
 
     def _decode_few_rows(self, residual: Tensor, kv: Sequence[KvLayer], attend: AttendProduct) -> Tensor:
+        normed, head = self.through_layers(residual, kv, attend), _linear(self._head)
+        weight, eps = head.weight[: self.config.vocab_size], self.config.rms_norm_eps
+        return product(normed, weight, eps=eps, bias=head.bias)
+
+    def through_layers(self, residual: Tensor, kv: Sequence[KvLayer], attend: AttendProduct) -> Scaled:
+        """All layers of a decode step of a few rows, added to the residual; what the last norm needs."""
         eps = self.config.rms_norm_eps
         gains = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]
         normed: Tensor | Scaled = rms_norm(residual, self._layers[0].attention_norm, eps)
@@ -223,8 +237,8 @@ class FusedModel:
             heads = product(normed, qkv.weight, eps=eps, bias=qkv.bias)
             attended = attend(layer_kv, heads, self._rotary(layer)).flatten(1)
             normed = self._leave_few_rows(layer, attended, residual, next_gain)
-        head = _linear(self._head)
-        return product(normed, head.weight[: self.config.vocab_size], eps=eps, bias=head.bias)
+        assert isinstance(normed, Scaled), "a network without layers"
+        return normed
 
     def _leave_one_row(self, layer: DecoderLayer, attended: Tensor, residual: Tensor) -> None:
         """A layer from its attention on, added to the residual."""
@@ -292,6 +306,16 @@ def _is_dense(model: Model) -> bool:
     linears = [part for at in layers for part in (at.qkv, at.output, at.gate_up, at.down)] + [model.head]
     are_dense = all(type(linear) is TorchLinear for linear in linears)
     return are_dense and not any(_linear(layer.gate_up).bias is not None for layer in layers)
+
+
+def _run_beside(model: Model) -> bool:
+    """Whether a layer is small, and all its products are of kernels that may run at the same time."""
+    layer = model.layers[0]
+    qkv, output, gate_up, down = map(_linear, (layer.qkv, layer.output, layer.gate_up, layer.down))
+    if sum(part.weight.nbytes for part in (qkv, output, gate_up, down)) > BESIDE_BYTES:
+        return False
+    into = runs_beside(output.weight, adds=True) and runs_beside(down.weight, adds=True)
+    return into and runs_beside(qkv.weight) and runs_beside(gate_up.weight, gated=True)
 
 
 def _is_fp8(model: Model) -> bool:
