@@ -32,7 +32,7 @@ LEAST_ELEMENTS, MOST_OUTPUTS = 16_000_000, 4096  # near 4,096 x 4,096 and 4,096 
 log = logging.getLogger(__name__)
 
 _refused: set[tuple[int, int, int, torch.device]] = set()
-"""Shapes whose entry the library does not take: at most as many as the table has, for each device."""
+"""Shapes whose entry was accepted and did not run: at most as many as the table has, for each device."""
 
 
 def prepare(device: torch.device) -> None:
@@ -46,13 +46,15 @@ def prepare(device: torch.device) -> None:
 
 def library_product(x: Tensor, weight: Tensor) -> Tensor:
     """x [num_rows, width] @ weight [num_outputs, width].T, by the way of the library that is the fastest."""
+    assert x.shape[1] == weight.shape[1], f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}"
     shape = (x.shape[0], weight.shape[0], weight.shape[1], x.device)
     prepared = _prepared(*shape) if LEAST_ROWS <= x.shape[0] <= MOST_ROWS and _is_plain(x, weight) else None
     if prepared is not None and shape not in _refused:
         try:
             return prepared(x, weight)
         except CublasLtError as error:  # accepted, and refused when it was to run
-            _refuse(shape, error)
+            _refused.add(shape)
+            _warn(shape, error)
     with faster_library(x.shape[0], weight):
         return linear(x, weight)
 
@@ -118,12 +120,11 @@ def _prepared(num_rows: int, num_outputs: int, width: int, device: torch.device)
     try:
         return LtProduct(LtShape(num_rows, num_outputs, width, device), configuration)
     except CublasLtError as error:
-        _refuse((num_rows, num_outputs, width, device), error)
+        _warn((num_rows, num_outputs, width, device), error)
         return None
 
 
-def _refuse(shape: tuple[int, int, int, torch.device], error: CublasLtError) -> None:
-    _refused.add(shape)
+def _warn(shape: tuple[int, int, int, torch.device], error: CublasLtError) -> None:
     log.warning("event=library_product_refused shape=%s why=%r", shape[:3], str(error))
 
 
