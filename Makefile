@@ -17,6 +17,8 @@ DEV    := $(VENV)/.kvatlas-dev
 
 # A checkout runs without being installed: protos/ holds the package kvatlas.
 export PYTHONPATH := $(CURDIR)/protos
+# Tests start hundreds of processes. Where this is set, as in many containers, each would compile all its sources again.
+export PYTHONDONTWRITEBYTECODE :=
 # One process computes with all cores; many tests at once must not each start a thread per core.
 TEST_ENV := OMP_NUM_THREADS=1
 
