@@ -145,6 +145,24 @@ def test_what_the_socket_does_not_take_waits_and_comes_whole_and_in_order(bench:
     assert answers[-1] == b"after"
 
 
+def test_a_socket_that_took_everything_wakes_nobody(bench: Bench) -> None:
+    """It has room all the time from then on: the thread would never sleep again."""
+    reader = bench.stranger(zmtp.GREETING + zmtp.ready("DEALER", b"a"))
+    bench.serve_until(lambda: not bench.refuses(b"a"))
+    bench.router.send(b"a", bytes(8_000_000))
+    assert bench.router._by_identity[b"a"].held_up
+    reader.setblocking(False)
+
+    def is_taken() -> bool:
+        with suppress(BlockingIOError):
+            while reader.recv(1 << 20):
+                pass
+        return not bench.router._by_identity[b"a"].held_up
+
+    bench.serve_until(is_taken)
+    assert bench.router._poll.poll(0) == []
+
+
 def test_a_queue_has_an_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_module, "HIGH_WATER_MARK", 5)
     bench.stranger(zmtp.GREETING + zmtp.ready("DEALER", b"stuck") + zmtp.frame(b"here"))
@@ -206,6 +224,18 @@ def test_connections_that_say_nothing_are_so_many_at_most(
     dealer.send(b"here")
     assert bench.receive() == (b"a", b"here")
     assert [has_ended(one) for one in silent] == [True, True, True]
+
+
+def test_who_has_said_its_name_keeps_its_place(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(router_module, "HANDSHAKE_SECONDS", 0.0)
+    dealer = bench.dealer(b"a")
+    dealer.send(b"here")
+    assert bench.receive() == (b"a", b"here")
+    late = bench.stranger()
+    bench.serve_until(lambda: has_ended(late))
+    bench.router.send(b"a", b"still")
+    assert dealer.recv() == b"still"
 
 
 def test_without_descriptors_it_is_deaf_for_a_while_instead_of_busy(
