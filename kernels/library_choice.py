@@ -21,7 +21,7 @@ from kernels.cublas_lt import Configuration, CublasLtError, LtProduct, LtShape, 
 
 TABLE = Path(__file__).with_name("library_table.json")
 """For one device and one version of the library, by `python -m benchmarks.kernels.library_algorithms`; what
-ships is of an earlier form of that search, of fewer tiles (docs/kernels.md)."""
+ships up to 120 rows is of an earlier form of that search, of fewer tiles (docs/kernels.md)."""
 
 LEAST_ROWS, MOST_ROWS = 65, 256  # of the table, and the least of what torch's ways were timed at
 STEP = 8  # between the numbers of rows of the table, as between those of graphs

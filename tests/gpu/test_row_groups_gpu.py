@@ -37,7 +37,6 @@ def small_layers() -> Model:
         num_kv_heads=8,
         head_dim=128,
         intermediate_size=3072,
-        vocab_size=1000,
         has_qk_norm=True,
     )
     return toy_model(config, dtype=torch.bfloat16, device=DEVICE)
