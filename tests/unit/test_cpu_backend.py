@@ -79,6 +79,7 @@ def exact_attention(problem: PagedProblem, kv: KvLayer) -> torch.Tensor:
         ([1, 1, 5, 33], [300, 17, 5, 290]),
         ([130], [700]),
         ([1, 1], [255, 257]),
+        ([1, 0, 1, 0, 1, 4], [9, 40, 65, 7, 3, 20]),
     ],
 )
 def test_every_span_equals_the_reference(
