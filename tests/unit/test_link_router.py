@@ -273,6 +273,17 @@ def test_a_wait_ends_with_the_wakeup_and_reads_nothing_if_so_told(bench: Bench) 
     assert bench.receive() == (b"a", b"more")
 
 
+def test_a_wait_is_over_while_something_that_was_read_is_not_received(bench: Bench) -> None:
+    """As behind a turn that received as much as it may."""
+    frames = zmtp.frame(b"first") + zmtp.frame(b"second")
+    bench.stranger(zmtp.GREETING + zmtp.ready("DEALER", b"a") + frames)
+    assert bench.receive() == (b"a", b"first")
+    began = time.monotonic()
+    bench.router.wait(WAIT_SECONDS, reads=True)
+    assert time.monotonic() - began < WAIT_SECONDS
+    assert bench.router.receive() == (b"a", b"second")
+
+
 def test_what_waits_has_time_to_go_when_it_closes(bench: Bench) -> None:
     reader = bench.stranger(zmtp.GREETING + zmtp.ready("DEALER", b"a") + zmtp.frame(b"here"))
     bench.receive()
