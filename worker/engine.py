@@ -203,6 +203,8 @@ class Engine:
                 self._board.step = StepMark(self._board.step.number, now)
                 self._was_idle = False
             self._poison_freed()
+            if first_tokens.is_long(step):
+                self._link.give_back()
             self._in_flight.append(_Launched(step, self._start(step), now))
         return step
 

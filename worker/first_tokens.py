@@ -22,14 +22,14 @@ def has_any(step: Step) -> bool:
     return len(step.sampled) > step.num_decode
 
 
+def is_long(step: Step) -> bool:
+    """Whether it takes long, its launch too."""
+    return step.num_tokens > CLOSE_TOKENS
+
+
 def are_close(steps: Sequence[Step]) -> bool:
     """Whether the oldest of the steps in flight has first tokens soon, and none behind it has any."""
-    return (
-        bool(steps)
-        and has_any(steps[0])
-        and steps[0].num_tokens <= CLOSE_TOKENS
-        and not any(map(has_any, steps[1:]))
-    )
+    return bool(steps) and has_any(steps[0]) and not is_long(steps[0]) and not any(map(has_any, steps[1:]))
 
 
 def are_there(step: Step, handle: StepHandle) -> bool:

@@ -2,7 +2,8 @@
 
 An idle worker's next request would wake the link's thread, which would wake the engine's; its first token
 would wake the link's again. So an idle engine serves the link itself, and goes on until a short prompt's
-first token is out. From then on, and wherever a step takes long, the link's own thread serves it.
+first token is out. From then on, and wherever a step takes long, the link's own thread serves it; that
+also stands in where the engine is held up with the link in its hands (worker/link/turns.py).
 
 Owns when it is whose; what serving means is the link's (worker/link/server.py).
 """
@@ -19,7 +20,7 @@ class Link(Protocol):
     """What can be borrowed."""
 
     def borrow(self) -> None:
-        """Its own thread rests until `give_back`."""
+        """Its own thread only stands in until `give_back`."""
         ...
 
     def give_back(self) -> None:

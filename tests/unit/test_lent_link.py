@@ -85,6 +85,23 @@ def test_a_look_between_two_steps_takes_what_has_come_without_waiting(bench: Ben
     assert list(bench.taken().prompt_token_ids) == [1, 2, 3]
 
 
+def test_its_own_thread_stands_in_where_the_engine_is_held_up(bench: Bench) -> None:
+    """A launch that compiles a kernel takes seconds; without a heartbeat the service gives the worker up."""
+    service = bench.service()
+    service.hello()
+    bench.lent.wait(0.0)
+    del bench.senders[:]
+    seen = len(service.heartbeats)
+    service.wait(lambda: len(service.heartbeats) >= seen + 2)
+    number = service.add([1, 2, 3])
+    until(lambda: not bench.commands.is_empty)
+    bench.accept(bench.taken())
+    service.wait(lambda: number in service.results)
+    assert set(bench.senders) == {bench.link.thread.ident}
+    bench.lent.look()
+    assert bench.lent.is_held
+
+
 @pytest.mark.parametrize("ends", ["a command", "a wake"])
 def test_others_end_the_wait_of_who_has_the_link(bench: Bench, ends: str) -> None:
     spec = RequestSpec(SequenceId(1), array("I", [1]), params=None)  # type: ignore[arg-type]

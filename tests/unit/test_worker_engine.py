@@ -591,19 +591,20 @@ def test_a_link_that_would_wait_for_a_step_is_given_back(
         monkeypatch.setattr("worker.first_tokens.CLOSE_TOKENS", len(prompt_of(1)) - 1)
     with bench(EngineSettings(overlap=reason != "the launch is the step"), lends=True) as b:
         wait_until(lambda: b.link.did == ["borrow"])
-        if reason == "another prompt behind it":
-            # A step is lazy: the second prompt comes while the first one's result is still to be asked for.
-            launch, late = b.runner.launch, [lambda: b.add(2, prompt_of(2))]
+        launch, late = b.runner.launch, [2] if reason == "another prompt behind it" else []
 
-            def launch_and_add(step: Step) -> FakeHandle:
-                handle = launch(step)
-                while late:
-                    late.pop()()
-                return handle
+        def noted_launch(step: Step) -> FakeHandle:
+            b.link.did.append("launch")
+            while late:  # it comes before the result of the first, which is asked for behind a launch
+                number = late.pop()
+                b.add(number, prompt_of(number))
+            return launch(step)
 
-            monkeypatch.setattr(b.runner, "launch", launch_and_add)
+        monkeypatch.setattr(b.runner, "launch", noted_launch)
         b.add(1, prompt_of(1))
         wait_until(lambda: "give back" in b.link.did)
-        assert b.link.sent_tokens(b.link.did.index("give back")) == 0
+        end = b.link.did.index("give back")
+        assert b.link.sent_tokens(end) == 0
+        assert b.link.did[:end].count("launch") == (2 if reason == "another prompt behind it" else 0)
         wait_until(lambda: b.link.sent_tokens() == (16 if reason == "another prompt behind it" else 8))
     assert b.status == EXIT_OK

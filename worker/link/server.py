@@ -129,7 +129,7 @@ class EngineLink:
 
     def _serve(self) -> None:
         while not self._is_stopping:
-            self._turns.take(self._turn)
+            self._turns.take(self._turn, self._stand_in)
         while len(self._outputs):
             self._send_outputs()
 
@@ -145,10 +145,15 @@ class EngineLink:
         if self._receive(most_reads):
             self._drop_silent()
 
+    def _stand_in(self) -> None:
+        """The engine has the link and is late with the heartbeat: it is in a launch, or waits for a step."""
+        if self._clock() >= self._next_beat:
+            self._turn(0.0)
+
     # For the engine's thread: worker.lent_link.Link.
 
     def borrow(self) -> None:
-        """Its own thread rests until `give_back`."""
+        """Its own thread only stands in until `give_back`."""
         self._turns.borrow()
 
     def give_back(self) -> None:
@@ -169,7 +174,7 @@ class EngineLink:
         if self._is_stopping:
             return
         try:
-            work()
+            self._turns.take_lent(work)
         except Exception:
             logger.exception("event=link_failed")
             self._is_stopping = True

@@ -1,10 +1,13 @@
 """Whose turn it is to serve the link: its own thread's, unless the engine's has borrowed it.
 
-Owns that decision alone: whoever serves has the socket and the peers to itself.
+Owns that decision alone. Whoever serves has the socket and the peers to itself for a turn. Who has borrowed
+the link may be busy elsewhere, in a launch or a wait for the device: then its own thread stands in.
 """
 
 import threading
 from collections.abc import Callable
+
+STAND_IN_SECONDS = 0.25  # between two looks of the link's own thread while it is lent
 
 
 class Turns:
@@ -12,24 +15,37 @@ class Turns:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._lock = threading.Lock()  # held during a turn, and while it is lent
+        self._lock = threading.Lock()  # held during a turn
         self._is_own = threading.Event()
         self._is_own.set()
 
-    def take(self, turn: Callable[[], None]) -> None:
-        """A turn of the link's own thread; waits first while it is lent."""
-        self._is_own.wait()
+    def take(self, turn: Callable[[], None], stand_in: Callable[[], None]) -> None:
+        """For the link's own thread: its turn, or, while the link is lent and nobody serves it, `stand_in`.
+
+        Waits up to STAND_IN_SECONDS first while it is lent.
+        """
+        if self._is_own.wait(STAND_IN_SECONDS):
+            with self._lock:
+                if self._is_own.is_set():  # it may have been lent since
+                    turn()
+        elif self._lock.acquire(blocking=False):
+            try:
+                stand_in()
+            finally:
+                self._lock.release()
+
+    def take_lent(self, turn: Callable[[], None]) -> None:
+        """For who has borrowed it."""
         with self._lock:
-            if self._is_own.is_set():  # it may have been lent since
-                turn()
+            turn()
 
     def borrow(self) -> None:
-        """All turns are the caller's from now on. Waits for the end of one that is under way."""
+        """Turns are the caller's from now on. Waits for the end of one that is under way."""
         self._is_own.clear()
         self._wake()
-        self._lock.acquire()
+        with self._lock:
+            pass
 
     def give_back(self) -> None:
         """They are the thread's again."""
-        self._lock.release()
         self._is_own.set()
