@@ -106,6 +106,28 @@ def fixed_seed() -> None:
     random.seed(20240229)
 
 
+@pytest.fixture(autouse=True)
+def torch_threads() -> Iterator[None]:
+    """Torch computes with as many threads after a test as before the first one.
+
+    A worker in this process takes a thread per core. In all tests after it each parallel region would wait,
+    spinning, for threads whose cores other tests have: 2.7 s of processor time became 54.
+    """
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != _threads_at_first(torch):
+        torch.set_num_threads(_threads_at_first(torch))
+
+
+_first_threads: list[int] = []
+
+
+def _threads_at_first(torch: Any) -> int:
+    if not _first_threads:
+        _first_threads.append(torch.get_num_threads())
+    return _first_threads[0]
+
+
 @pytest.fixture(scope="session")
 def free_port() -> Callable[[], int]:
     """A port of the loopback that nobody listens on right now."""
@@ -311,7 +333,9 @@ def _tail(log: str) -> str:
 
 
 def pytest_collection_finish() -> None:
-    """What runs kernels in Triton's interpreter has imported it by now."""
+    """What runs kernels in Triton's interpreter has imported it by now, and torch."""
+    if "torch" in sys.modules:
+        _threads_at_first(sys.modules["torch"])
     if "triton.runtime.interpreter" in sys.modules:
         from kernels.testing_interpreter import quicken
 
