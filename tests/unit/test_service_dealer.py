@@ -188,6 +188,69 @@ def test_what_was_sent_arrives_though_it_is_closed_at_once(tmp_path: Path) -> No
     run(talk())
 
 
+def test_a_close_waits_no_longer_for_a_worker_that_does_not_read_than_it_may(tmp_path: Path) -> None:
+    async def talk() -> None:
+        with (
+            listening(tmp_path / "s") as listener,
+            closing(Ends(tmp_path / "s", 100_000_000)) as ends,
+            await accepted(listener) as connection,
+        ):
+            connection.send(zmtp.GREETING + zmtp.ready("ROUTER"))
+            await until(lambda: ends.dealer._reader.is_greeted)
+            size, came = 20_000_000, 0
+            assert ends.dealer.send(bytes(size))
+            ends.dealer.close(linger_ms=1)
+            await asyncio.sleep(0.05)  # the loop has ended it by then
+            loop = asyncio.get_running_loop()
+            while data := await loop.sock_recv(connection, 1 << 20):
+                came += len(data)
+            assert came < size
+
+    run(talk())
+
+
+def test_nothing_is_sent_behind_the_end(tmp_path: Path) -> None:
+    async def talk() -> None:
+        with listening(tmp_path / "s") as listener, closing(Ends(tmp_path / "s")) as ends:
+            with await accepted(listener) as connection:
+                connection.send(zmtp.GREETING + zmtp.ready("ROUTER"))
+                await until(lambda: ends.dealer._reader.is_greeted)
+            await until(lambda: ends.whys)
+            assert not ends.dealer.send(b"late")
+
+    run(talk())
+
+
+def test_what_waits_for_a_worker_to_listen_has_a_limit(tmp_path: Path) -> None:
+    async def talk() -> None:
+        with closing(Ends(tmp_path / "s", limit_bytes=100)) as ends:
+            assert ends.dealer.send(b"hello")
+            assert not ends.dealer.send(bytes(200))
+
+    run(talk())
+
+
+def test_who_closes_on_a_message_gets_none_of_those_behind_it(tmp_path: Path) -> None:
+    async def talk() -> None:
+        with listening(tmp_path / "s") as listener, closing(Ends(tmp_path / "s")) as ends:
+            came: list[bytes] = []
+
+            def take(message: bytes) -> None:
+                came.append(message)
+                ends.dealer.close()
+
+            ends.dealer._on_message = take
+            with await accepted(listener) as connection:
+                two = zmtp.frame(b"first") + zmtp.frame(b"second")
+                connection.send(zmtp.GREETING + zmtp.ready("ROUTER") + two)
+                await until(lambda: came)
+                await asyncio.sleep(0)
+            assert came == [b"first"]
+            assert ends.whys == []
+
+    run(talk())
+
+
 def test_a_close_ends_the_search_for_a_worker(tmp_path: Path) -> None:
     async def talk() -> None:
         ends = Ends(tmp_path / "s")
