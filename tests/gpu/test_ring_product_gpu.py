@@ -63,7 +63,7 @@ def test_products_are_no_worse_than_plain_torch(num_rows, num_outputs, width, la
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=["whole", "halves", "thirds"])
-def test_a_thousand_products_leave_the_same_bits(launch):
+def test_a_thousand_products_in_a_graph_leave_the_same_bits(launch):
     """Sums of `thirds` need more memory than its ring: they were laid over barriers, and some went wrong."""
     x, weight = noise(64, 2048, seed=0), noise(1024, 2048, seed=1) * 2048**-0.5
     gain, start = noise(1024, seed=3), noise(64, 1024, seed=4)
