@@ -186,8 +186,9 @@ def test_rows_are_filled_up_to_those_of_graphs(prepared):
         (torch.randn(70, 32).bfloat16()[:, :16], torch.randn(8, 16).bfloat16()),
         (torch.randn(70, 16).bfloat16(), torch.randn(16, 8).bfloat16().T),
         (torch.randn(70, 24).bfloat16(), torch.randn(8, 24).bfloat16()),
+        (torch.randn(70 * 16 + 1).bfloat16()[1:].view(70, 16), torch.randn(8, 16).bfloat16()),
     ],
-    ids=["type", "input", "weight", "shape"],
+    ids=["type", "input", "weight", "shape", "place"],
 )
 def test_all_else_is_torchs(prepared, x, weight):
     torch.testing.assert_close(library_product(x, weight), linear(x, weight))

@@ -62,6 +62,19 @@ def test_what_libzmq_sends_is_read_however_it_is_cut(
         assert (reader.is_greeted, reader.identity) == (True, b"service-a")
 
 
+def test_what_is_not_complete_is_not_copied_with_each_piece() -> None:
+    """A page map of 17 MiB comes in 64 kB: copied each time it would be 2 GB."""
+    reader, pieces = zmtp.Reader(), [bytes(1000)] * 50
+    reader.take(PEER)
+    message = zmtp.frame(b"".join(pieces))
+    reader.take(message[:1000])
+    rest = reader._rest
+    for begin in range(1000, len(message) - 1000, 1000):
+        assert reader.take(message[begin : begin + 1000]) == []
+        assert reader._rest is rest
+    assert reader.take(message[begin + 1000 :]) == [b"".join(pieces)]
+
+
 def test_libzmq_reads_what_is_written(context: "zmq.Context[zmq.Socket[bytes]]", tmp_path: Path) -> None:
     with context.socket(zmq.ROUTER) as router, socket.socket(socket.AF_UNIX) as connection:
         router.set(zmq.RCVTIMEO, int(WAIT_SECONDS * 1000))
