@@ -11,6 +11,7 @@ No test depends on how fast the machine is; it may stand still for seconds at an
 - A promise in seconds is compared with the product's own clocks, or stands in a test marked `slow`.
 """
 
+import gc
 import json
 import os
 import random
@@ -234,7 +235,9 @@ def _start_server(folder: Path, *arguments: str) -> RunningServer:
     command = [sys.executable, "-m", "kvatlas.cli", "serve", "--listen", "127.0.0.1:0"]
     command += ["--metrics-port", "0", "--worker-metrics-port", "0", "--ready-file", str(ready)]
     command += ["--parent-watch", str(os.getpid()), *arguments]  # nothing is left of tests that are killed
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "2"}
+    # One thread: with two and a busy machine every parallel region waits for the thread that was preempted.
+    environment = {**os.environ, "KVATLAS_WORKER_THREADS": "1"}
+    environment["PYTHONPATH"] = f"{ROOT / 'protos'}{os.pathsep}{ROOT}"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd=folder
@@ -311,9 +314,8 @@ def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSer
 @pytest.fixture(scope="session")
 def real_server(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator[RunningServer]:
     """A server with the embedded model on the CPU."""
-    # One thread: with two and a busy machine every parallel region waits for the thread that was preempted.
-    settings = ("--num-pages", "255", "--set-worker", "threads=1")
-    server = _start_server(tmp_path_factory.mktemp("real"), "--model", str(model_path), *settings)
+    settings = ("--model", str(model_path), "--num-pages", "255")
+    server = _start_server(tmp_path_factory.mktemp("real"), *settings)
     yield server
     _stop_server(server)
 
@@ -332,8 +334,14 @@ def _tail(log: str) -> str:
     return "\n".join(log.splitlines()[-LOG_LINES:])
 
 
+def pytest_collection() -> None:
+    """Thousands of modules and tests are made, and none goes again: the collector would walk them often."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What runs kernels in Triton's interpreter has imported it by now, and torch."""
+    gc.enable()
     if "torch" in sys.modules:
         _threads_at_first(sys.modules["torch"])
     if "triton.runtime.interpreter" in sys.modules:
