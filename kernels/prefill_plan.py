@@ -6,11 +6,11 @@ kernel: see paged_prefill.py.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
 import triton
-from numpy.typing import NDArray
 from torch import Tensor
 
 TILE_ROWS = 128
@@ -37,6 +37,7 @@ def prefill_launch(head_dim: int, dtype: torch.dtype) -> PrefillLaunch:
     return PrefillLaunch() if head_dim <= 128 else PrefillLaunch(block=32, max_registers=None)
 
 
+@cache
 def queries_per_tile(group: int) -> int:
     """Queries of one tile for `group` query heads a KV head; a power of two."""
     return max(1, TILE_ROWS // int(triton.next_power_of_2(group)))
@@ -44,12 +45,9 @@ def queries_per_tile(group: int) -> int:
 
 def list_tiles(q_lens: Sequence[int], group: int) -> list[tuple[int, int]]:
     """(span, first query) of each tile, the longest spans' last tiles first: they take longest."""
-    return [(span, first) for span, first in tile_array(q_lens, group).tolist()]
-
-
-def tile_array(q_lens: Sequence[int], group: int) -> NDArray[np.int32]:
-    """`list_tiles` as int32 [num_tiles, 2]."""
     step = queries_per_tile(group)
+    if len(q_lens) == 1:  # a lone prompt waits for its first token, and numpy is slow where it is cold
+        return [(0, first) for first in reversed(range(0, q_lens[0], step))]
     counts = [-(-length // step) for length in q_lens]
     tiles = np.empty((sum(counts), 2), dtype=np.int32)
     at = 0
@@ -57,7 +55,7 @@ def tile_array(q_lens: Sequence[int], group: int) -> NDArray[np.int32]:
         tiles[at : at + count, 0] = span
         tiles[at : at + count, 1] = np.arange(0, count * step, step)
         at += count
-    return tiles[np.argsort(-tiles[:, 1], kind="stable")]
+    return [(span, first) for span, first in tiles[np.argsort(-tiles[:, 1], kind="stable")].tolist()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +78,7 @@ def num_parts(num_tiles: int, num_kv_heads: int, max_kv_len: int, device: torch.
     return max(1, min(programs // (num_tiles * num_kv_heads), max_kv_len // MIN_KEYS, MAX_PARTS))
 
 
+@cache
 def resident_programs(device: torch.device) -> int:
     """As many as run at once."""
     if device.type != "cuda":

@@ -6,7 +6,7 @@ A graph of steps whose keys are split has as many programs as run at once, and r
 are those of the same kernel outside a graph.
 """
 
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.batch import HostSpans, KvLayer, PagedBatch
 from kernels.paged_prefill import paged_prefill
-from kernels.prefill_plan import make_split, num_parts, queries_per_tile, resident_programs, tile_array
+from kernels.prefill_plan import list_tiles, make_split, num_parts, queries_per_tile, resident_programs
 
 MAX_SPANS = 8
 """Of one step: more make its tokens many, and the host's time small beside the device's."""
@@ -58,13 +58,13 @@ class TritonStaticPrefill:
         """See StaticPrefill."""
         first = spans.num_decode
         rows, kv_lens, q_lens = spans.rows_host[first:], spans.kv_lens_host[first:], spans.q_lens_host[first:]
-        count, tiles = len(q_lens), tile_array(q_lens, self._group)
+        count, num_words = len(q_lens), self.num_words(size)
         ends, unused = list(accumulate(q_lens, initial=first)), [0] * (SPAN_ROOM - count)
         words = [*rows, *unused, *kv_lens, *unused, *ends]
-        words += ends[-1:] * (PARTS_AT - len(words))
-        into[:PARTS_AT], into[PARTS_AT:TILES_AT] = words, self.num_parts(spans)
-        listed = into[TILES_AT : self.num_words(size)].reshape(-1, 2)
-        listed[: len(tiles)], listed[len(tiles) :] = tiles, (count, 0)
+        words += ends[-1:] * (PARTS_AT - len(words)) + [self.num_parts(spans)] * ALIGNMENT
+        words += chain.from_iterable(list_tiles(q_lens, self._group))
+        words += [count, 0] * ((num_words - len(words)) // 2)
+        into[:num_words] = words
 
     def prepare(self, batch: PagedBatch, size: int) -> None:
         """See StaticPrefill."""

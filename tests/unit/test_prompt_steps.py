@@ -16,6 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
+from kernels.prefill_plan import list_tiles
 from kernels.prompt_step import (
     BLOCK,
     COLUMN_ROWS,
@@ -139,6 +140,13 @@ def test_a_span_is_broken_by_its_own_tokens_alone() -> None:
     assert results[0, :6].tolist() == ids.tolist()
     assert results[1, :6].tolist() == is_finite.tolist()
     assert results[2].tolist() == [0, 1, 0, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("q_len", [1, 63, 64, 65, 512, 1000])
+def test_tiles_of_a_lone_prompt_are_those_it_has_beside_another(q_len: int) -> None:
+    beside = list_tiles([q_len, 1], 2)
+    assert list_tiles([q_len], 2) == [tile for tile in beside if tile[0] == 0]
+    assert len(beside) == len(list_tiles([q_len], 2)) + 1
 
 
 # --- steps ------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.cpu.library import cpu_library
 from worker.execution.cpu_sampler import CpuSampler
 from worker.execution.sampler import Filters, Sampled, Sampler, kept_candidates
-from worker.execution.sampling_state import SamplingState
+from worker.execution.sampling_state import SamplingState, any_of
 from worker.ids import Row, SequenceId
 from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.step import RowStart
@@ -471,3 +471,29 @@ def test_equal_alternatives_come_by_id() -> None:
 
 def test_no_logprobs_cost_nothing() -> None:
     assert Rows(GREEDY, WARM).sample(draw_logits(2), [0, 1], [3, 3]).logprobs is None
+
+
+def test_rows_that_the_plain_sampler_draws_are_known_while_they_are() -> None:
+    """Each look at a set stands for one at the columns; who comes into the row next is drawn as before."""
+    state = SamplingState(max_running=4, vocab_size=50, device=CPU)
+    plain, rows = SamplingParams(), np.array([1, 2], np.int32)
+    special = [
+        replace(plain, presence_penalty=0.5),
+        replace(plain, logit_bias=((3, 1.0),)),
+        replace(plain, min_tokens=2, stop_token_ids=frozenset({4})),
+        replace(plain, logprobs=0),
+    ]
+    for params in special:
+        state.start_rows([RowStart(Row(2), SequenceId(1), 0, [5], 1, params, frozenset())])
+        assert any_of(rows, state.special_rows)
+        assert not any_of(rows[:1], state.special_rows)
+        assert not any_of(rows, state.scored_rows)
+        state.start_rows([RowStart(Row(2), SequenceId(2), 0, [5], 1, plain, frozenset())])
+        assert not any_of(rows, state.special_rows)
+    for params in (replace(plain, logit_bias=((99, 1.0),)), replace(plain, stop_token_ids=frozenset({4}))):
+        state.start_rows([RowStart(Row(2), SequenceId(1), 0, [5], 1, params, frozenset())])
+        assert not any_of(rows, state.special_rows), "no token of the vocabulary is touched"
+    scored = replace(plain, prompt_logprobs=1)
+    state.start_rows([RowStart(Row(1), SequenceId(3), 0, [5], 1, scored, frozenset())])
+    assert any_of(rows, state.scored_rows)
+    assert not any_of(rows, state.special_rows)

@@ -26,7 +26,7 @@ from worker.execution.prompt_graphs import PromptGraphs
 from worker.execution.prompt_steps import PromptSteps
 from worker.execution.runner import StepHandle
 from worker.execution.sampler import HostRows, Sampled
-from worker.execution.sampling_state import NO_LOGPROBS
+from worker.execution.sampling_state import any_of, mark
 from worker.execution.step_buffers import StepOutcome
 from worker.execution.step_tensors import StepTensors, build_step_tensors
 from worker.execution.torch_runner import (
@@ -68,7 +68,7 @@ class CudaRunner(TorchRunner):
         self._attention = backend
         self._columns = make_columns(config.max_running + 1, device)
         self._scratch = make_scratch(config.max_running, config.vocab_size, device)
-        self._has_filters = np.zeros(config.max_running, np.bool_)
+        self._filtered_rows: set[int] = set()
         tables = DecodeTables(
             page_table=self.page_table.slots,
             token_ids=self.token_pool.ids,
@@ -160,11 +160,20 @@ class CudaRunner(TorchRunner):
             for with_filters in (False, True):
                 self._draw(rows[:size], torch.ones_like(rows[:size]), logits, with_filters=with_filters)
 
-    def _run_started(self, step: Step, began: float) -> StepHandle:
+    def _run(self, step: Step, began: float) -> StepHandle:
+        self._state.begin_rows(step.row_starts)
+        self.constraint_masks.start_rows(step.row_starts)
         values = self._sample_rows(step.row_starts)
-        if step.num_decode == 0 and (handle := self._run_prompts(step, values, began)) is not None:
+        try:
+            handle = self._run_prompts(step, values, began) if step.num_decode == 0 else None
+        finally:
+            self._state.fill_rows(step.row_starts)  # while the device computes: a first token may wait for it
+        if handle is not None:
             return handle
         write_rows(self._columns, [start.row for start in step.row_starts], values)
+        return self._run_started(step, began)
+
+    def _run_started(self, step: Step, began: float) -> StepHandle:
         if step.num_decode != len(step.rows) or not self.graphs.fits(len(step.rows)):
             return super()._run_started(step, began)
         self.token_pool.start_rows(step.row_starts)
@@ -176,17 +185,17 @@ class CudaRunner(TorchRunner):
         rows = np.frombuffer(step.rows, dtype=np.int32)
         if not self._is_plain(rows):
             return self._run_special(step, pages, began)
-        with_filters = bool(self._has_filters[rows].any())
+        with_filters = any_of(rows, self._filtered_rows)
         outcome = self.graphs.run(step.rows, step.ends, with_filters=with_filters, new_pages=pages)
         return _Replayed(step, outcome, began, is_replayed=self.graphs.captures)
 
     def _run_prompts(self, step: Step, values: Sequence[SampleRow], began: float) -> StepHandle | None:
         """A step of a few short prompts that the kernel draws; None where it is not one."""
         rows = np.frombuffer(step.rows, dtype=np.int32)
-        if (self._state.num_prompt_logprobs[rows] != NO_LOGPROBS).any() or not self._is_plain(rows):
+        if any_of(rows, self._state.scored_rows) or not self._is_plain(rows):
             return None
         self.kv_pool.copy_pages(step.page_copies)
-        with_filters = bool(self._has_filters[rows].any())
+        with_filters = any_of(rows, self._filtered_rows)
         outcome = self.prompt_steps.run(step, values, with_filters=with_filters)
         if outcome is None:
             return None
@@ -238,17 +247,15 @@ class CudaRunner(TorchRunner):
 
     def _is_plain(self, rows: HostRows) -> bool:
         """Whether the kernel draws all these rows; their starts are known."""
-        state = self._state
-        if self.constraint_masks.has_any(rows):
-            return False
-        return not (state.has_edits[rows].any() or (state.num_logprobs[rows] != NO_LOGPROBS).any())
+        return not (any_of(rows, self._state.special_rows) or self.constraint_masks.has_any(rows))
 
     def _sample_rows(self, starts: Sequence[RowStart]) -> list[SampleRow]:
         """How sequences that enter a row are sampled; notes on the host who has filters."""
         values = []
         for start in starts:
             params = start.params
-            self._has_filters[start.row] = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+            has_filters = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+            mark(self._filtered_rows, start.row, has_filters)
             values.append(
                 SampleRow(
                     temperature=params.temperature,
@@ -274,7 +281,7 @@ class CudaRunner(TorchRunner):
             tensors.sampled_rows,
             tensors.sampled_ends,
             logits,
-            with_filters=bool(self._has_filters[rows].any()),
+            with_filters=any_of(rows, self._filtered_rows),
         )
         # Copies: the scratch is the next step's as soon as that is launched.
         return Sampled(ids.clone(), is_finite.clone(), [], [], None)

@@ -7,7 +7,6 @@ are kept apart, and the plain sampler gets each row alone, since torch sums rows
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from worker.execution.constraint_masks import StepMasks
 from worker.execution.cuda_runner import CudaRunner
 from worker.execution.logprobs import LogprobTensors
 from worker.execution.sampler import HostRows, Sampled
+from worker.execution.sampling_state import any_of
 from worker.execution.step_tensors import StepTensors
 
 
@@ -60,7 +60,7 @@ class InvariantRunner(CudaRunner):
             there[0][here].clone(),
             there[1][here].clone(),
             logits[here],
-            with_filters=bool(np.any(self._has_filters[rows[here]])),
+            with_filters=any_of(rows[here], self._filtered_rows),
         )
         return Sampled(ids.long(), is_finite.clone(), [], [], None)
 

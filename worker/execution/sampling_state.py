@@ -78,6 +78,19 @@ class TokenHistory:
         return torch.from_numpy(counts[: self._vocab_size]).to(self._counts.device)
 
 
+def mark(rows: set[int], row: int, is_one: bool) -> None:
+    """Puts a row into a set, or takes it out."""
+    if is_one:
+        rows.add(row)
+    else:
+        rows.discard(row)
+
+
+def any_of(rows: NDArray[np.int32], marked: set[int]) -> bool:
+    """Whether some of the rows are among those marked."""
+    return bool(marked) and not marked.isdisjoint(rows.tolist())
+
+
 class SamplingState:
     """One entry per row of the page table in every column; set when a sequence enters the row."""
 
@@ -104,20 +117,35 @@ class SamplingState:
         self.num_logprobs = np.full(max_running, NO_LOGPROBS, np.int32)
         self.num_prompt_logprobs = np.full(max_running, NO_LOGPROBS, np.int32)
         self.has_edits = np.zeros(max_running, np.bool_)  # penalties, bias or masked stop tokens
+        # Rows with edits or log-probabilities, and with log-probabilities of the prompt, once more: a look at
+        # a set that is empty takes a fraction of numpy's where code is cold, as before a first token.
+        self.special_rows: set[int] = set()
+        self.scored_rows: set[int] = set()
         self.bias: dict[int, tuple[Tensor, Tensor]] = {}  # row -> token ids, what is added to their logits
         self.stop_ids: dict[int, Tensor] = {}  # row -> tokens masked below min_tokens
 
     def start_rows(self, starts: Sequence[RowStart]) -> None:
         """Takes over the parameters and the history of sequences that enter a row."""
+        self.begin_rows(starts)
+        self.fill_rows(starts)
+
+    def begin_rows(self, starts: Sequence[RowStart]) -> None:
+        """What says how a row is drawn: `special_rows`, `scored_rows` and the edits."""
         for start in starts:
-            self._start(start)
+            self._start_edits(start)
+            mark(self.scored_rows, start.row, start.params.prompt_logprobs is not None)
+
+    def fill_rows(self, starts: Sequence[RowStart]) -> None:
+        """The rest, which the plain sampler alone reads; after `begin_rows`, before the next step."""
+        for start in starts:
+            self._fill(start)
 
     def keys(self, rows: NDArray[np.int32], positions: NDArray[np.int32]) -> NoiseKeys:
         """Noise keys of the tokens at these positions."""
         columns = (self.seed_low[rows], self.seed_high[rows], self.choice[rows], positions.astype(np.int64))
         return NoiseKeys(*(torch.from_numpy(column).to(self.device) for column in columns))
 
-    def _start(self, start: RowStart) -> None:
+    def _fill(self, start: RowStart) -> None:
         row, params = start.row, start.params
         self.temperature[row] = params.temperature
         self.top_k[row] = params.top_k
@@ -137,24 +165,27 @@ class SamplingState:
         self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         asked = params.prompt_logprobs
         self.num_prompt_logprobs[row] = NO_LOGPROBS if asked is None else asked
-        self._start_edits(start)
 
     def _start_edits(self, start: RowStart) -> None:
         row, params = start.row, start.params
         self.bias.pop(row, None)
         self.stop_ids.pop(row, None)
-        in_vocab = [(token, value) for token, value in params.logit_bias if token < self.vocab_size]
-        if in_vocab:
-            tokens, values = zip(*in_vocab, strict=True)
-            self.bias[row] = (self._ids(tokens), torch.tensor(values, device=self.device))
-        stops = sorted(t for t in params.stop_token_ids | start.eos_token_ids if t < self.vocab_size)
-        if params.min_tokens > 0 and stops:
-            self.stop_ids[row] = self._ids(stops)
+        if params.logit_bias:
+            in_vocab = [(token, value) for token, value in params.logit_bias if token < self.vocab_size]
+            if in_vocab:
+                tokens, values = zip(*in_vocab, strict=True)
+                self.bias[row] = (self._ids(tokens), torch.tensor(values, device=self.device))
+        if params.min_tokens > 0:
+            stops = sorted(t for t in params.stop_token_ids | start.eos_token_ids if t < self.vocab_size)
+            if stops:
+                self.stop_ids[row] = self._ids(stops)
         if params.has_penalties:
             self.history.start(start)
         else:
             self.history.forget(row)
-        self.has_edits[row] = params.has_penalties or row in self.bias or row in self.stop_ids
+        has_edits = params.has_penalties or row in self.bias or row in self.stop_ids
+        self.has_edits[row] = has_edits
+        mark(self.special_rows, row, has_edits or params.logprobs is not None)
 
     def _ids(self, token_ids: Iterable[int]) -> Tensor:
         return torch.tensor(list(token_ids), dtype=torch.int64, device=self.device)
