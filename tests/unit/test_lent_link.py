@@ -1,6 +1,7 @@
 """The link in the engine's hands: who serves it when, and that nothing is slept through or left behind."""
 
 import threading
+import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,9 +107,13 @@ def test_its_own_thread_stands_in_where_the_engine_is_held_up(bench: Bench) -> N
 def test_others_end_the_wait_of_who_has_the_link(bench: Bench, ends: str) -> None:
     spec = RequestSpec(SequenceId(1), array("I", [1]), params=None)  # type: ignore[arg-type]
     act = bench.commands.wake if ends == "a wake" else lambda: bench.commands.put(AddRequest(spec))
+    bench.lent.wait(0.0)
+    began = time.monotonic()
+    bench.link._next_beat = began + 2 * WAIT_SECONDS  # the next heartbeat would end it, too
     timer = threading.Timer(0.01, act)
     timer.start()
     assert bench.lent.wait(WAIT_SECONDS) is None
+    assert time.monotonic() - began < WAIT_SECONDS
     timer.join()
     assert len(bench.commands.drain()) == (ends == "a command")
 
