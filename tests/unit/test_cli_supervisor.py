@@ -72,10 +72,10 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
 class Run:
     """A supervisor in a process of its own."""
 
-    def __init__(self, folder: Path, first: str, second: str) -> None:
+    def __init__(self, folder: Path, first: str, second: str, program: str = HARNESS) -> None:
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, "-c", HARNESS, str(folder), first, second],
+            [sys.executable, "-c", program, str(folder), first, second],
             env={"PYTHONPATH": str(ROOT / "protos")},
             stderr=subprocess.PIPE,
             text=True,
@@ -122,6 +122,25 @@ def test_a_signal_ends_the_children_in_order_and_leaves_none(start: Callable[...
     assert code == 0
     assert [line for line in run.log() if "term" in line] == ["first term", "second term"]
     assert not any(psutil.pid_exists(pid) for pid in run.pids("first") + run.pids("second"))
+
+
+LATE = """
+import os, sys, types
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid()):
+        kill(pid, 15)  # Python clears modules last, when its handlers of signals are gone
+sys.modules["late"] = types.ModuleType("late")
+sys.modules["late"].late = Late()
+"""
+
+
+def test_a_signal_that_comes_while_it_exits_changes_nothing(tmp_path: Path) -> None:
+    """A second Ctrl-C just when the first has ended everything: 0 all the same."""
+    run = Run(tmp_path, "good", "good", LATE + HARNESS)
+    run.wait_ready()
+    run.process.send_signal(signal.SIGTERM)
+    code, text = run.end()
+    assert code == 0, text
 
 
 def test_before_they_are_ready_all_children_are_told_at_once(start: Callable[..., Run]) -> None:

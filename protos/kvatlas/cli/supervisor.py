@@ -23,6 +23,7 @@ from kvatlas.cli.exits import FAILED, USAGE
 KILL_SECONDS = 5.0  # after SIGKILL, until the kernel must have taken it
 LINE_BYTES = 8192  # of one log line at a time
 PARENT_WATCH_SECONDS = 0.5
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_SECONDS = 0.25
 """A signal that comes just before a wait, or to another thread, does not end it: its handler runs later."""
 
@@ -88,10 +89,12 @@ class Supervisor:
         self._log = log
         self._events: queue.SimpleQueue[_Died | signal.Signals] = queue.SimpleQueue()
         self._is_ready = False
+        self._has_signals = False
 
     def install_signals(self) -> None:
         """SIGINT, SIGTERM and SIGHUP end it in order. Main thread only."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        self._has_signals = True
+        for number in SIGNALS:
             signal.signal(number, lambda got, _frame: self._events.put(signal.Signals(got)))
 
     def watch_parent(self, pid: int) -> None:
@@ -110,11 +113,18 @@ class Supervisor:
                 code = self._keep_alive()
         finally:
             self._end_all()
+            self._ignore_signals()
         return code
 
     def process_ids(self) -> dict[str, int]:
         """Of the children that run."""
         return {name: c.process.pid for name, c in self._children.items() if c.process is not None}
+
+    def _ignore_signals(self) -> None:
+        """All has ended: a further signal is late. At exit Python drops its handlers, and it would kill."""
+        if self._has_signals:
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
 
     def _wait_ready(self, is_ready: Callable[[], bool], limit_seconds: float) -> int | None:
         """None: ready. Before that a death is final: what failed to start will fail again."""
