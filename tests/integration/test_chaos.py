@@ -31,6 +31,7 @@ def test_streams_survive_both_workers_and_then_a_service() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # 150 s on a quiet machine, and it ends what hangs by itself
 def test_streams_of_the_real_engine_survive_every_kind_of_disturbance() -> None:
     asked = Run(seed=5, streams=24, requests=24, kinds=WITHOUT_NETWORK, max_disturbances=len(WITHOUT_NETWORK))
     outcome = asyncio.run(run(asked))
