@@ -17,7 +17,7 @@ MANY_PROMPTS = 64
 
 
 def warm_steps(*, max_step_tokens: int, max_running: int, row_width: int, dummy_row: int) -> list[Step]:
-    """Prompts beside many decodes and beside one, prompts alone, large steps first; many prompts of a token;
+    """Prompts beside many decodes and beside one, prompts alone, large steps first; many prompts of a few tokens;
     last a late piece.
 
     Most decodes come first: whatever grows with their number has its size before the others run.
@@ -29,8 +29,9 @@ def warm_steps(*, max_step_tokens: int, max_running: int, row_width: int, dummy_
         spans = [(context - 1, context)] * num_decode + _prompts(size - num_decode, row_width)
         steps.append(_step(spans, dummy_row, num_decode, max_running))
     steps += [_step(_prompts(size, row_width), dummy_row, 0, max_running) for size in sizes]
-    for count in _halves(min(MANY_PROMPTS, max_step_tokens, max_running), least=2):
-        steps.append(_step([(0, 1)] * count, dummy_row, 0, max_running))
+    # Of two tokens: where all tokens of a step are sampled none is left out of the last layer.
+    for count in _halves(min(MANY_PROMPTS, max_step_tokens // 2, max_running), least=2):
+        steps.append(_step([(0, 2)] * count, dummy_row, 0, max_running))
     if sizes:
         steps.append(_step([_late_piece(row_width)], dummy_row, 0, max_running))
     return steps
