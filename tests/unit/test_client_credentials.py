@@ -233,9 +233,12 @@ def test_the_environment_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
 def test_several_addresses_become_one_target_or_are_refused() -> None:
     assert str(Target("10.0.0.1:1,10.0.0.2:2")) == "10.0.0.1:1,10.0.0.2:2"
     assert str(Target(["[::1]:1", "[::2]:2"])) == "[::1]:1,[::2]:2"
-    for bad in ("a:1,b:2", "10.0.0.1:1,[::1]:2", "", "10.0.0.1:1,"):
+    for bad in ("a:1,b:2", "10.0.0.1:1,[::1]:2", "10.0.0.1:1,"):
         with pytest.raises(ValueError, match="several addresses must all be"):
             Target(bad)
+    for empty in ("", " ", ",", ()):
+        with pytest.raises(ValueError, match="the address is empty"):
+            Target(empty)
 
 
 def test_every_reason_of_the_protocol_is_a_reason_here_and_has_its_class() -> None:

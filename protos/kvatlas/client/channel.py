@@ -111,7 +111,9 @@ class Target:
 
 
 def _target_name(addresses: Sequence[str]) -> str:
-    if len(addresses) == 1 and addresses[0]:
+    if not any(addresses):
+        raise ValueError("the address is empty")
+    if len(addresses) == 1:
         return addresses[0]
     try:
         versions = {ipaddress.ip_address(each.rpartition(":")[0].strip("[]")).version for each in addresses}

@@ -78,7 +78,8 @@ class Credentials:
         """For a secure channel; None: plaintext. Raises CredentialsError."""
         if not self.is_tls:
             return None
-        ca, key, chain = (_pem(path) for path in (self.ca_file, self.key_file, self.certificate_file))
+        ca = _pem("CA file", self.ca_file)
+        key, chain = _pem("key file", self.key_file), _pem("certificate file", self.certificate_file)
         return grpc.ssl_channel_credentials(root_certificates=ca, private_key=key, certificate_chain=chain)
 
     def _token_of_file(self) -> str:
@@ -113,13 +114,13 @@ def _checked(token: str, what: str) -> str:
     return token
 
 
-def _pem(path: Path | None) -> bytes | None:
+def _pem(what: str, path: Path | None) -> bytes | None:
     if path is None:
         return None
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise CredentialsError(f"{path}: {error.strerror}") from None
+        raise CredentialsError(f"{what} {path}: {error.strerror}") from None
     if b"-----BEGIN " not in content:
-        raise CredentialsError(f"{path} is no PEM file")
+        raise CredentialsError(f"{what} {path} is no PEM file")
     return content
