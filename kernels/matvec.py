@@ -33,6 +33,7 @@ def matvec(
     norm: Tensor | None = None,
     eps: float = 1e-6,
     residual: Tensor | None = None,
+    scale: Tensor | None = None,
     bias: Tensor | None = None,
     gated: bool = False,
     launch: MatvecLaunch | None = None,
@@ -40,7 +41,8 @@ def matvec(
     """x @ weight.T for one row, with prologue and epilogue.
 
     x [1, width]; weight [num_outputs, width], both contiguous. `norm` [width]: x is RMS-normed with it first.
-    `residual` [1, num_outputs]: the product is added to it in place and it is returned. `gated`: weight holds
+    `scale` fp32 [num_outputs]: weight is e4m3 and stands for weight * scale[:, None]. `residual` [1,
+    num_outputs]: the product is added to it in place and it is returned. `gated`: weight holds
     gate rows, then up rows; the result is silu(gate) * up [1, num_outputs / 2]. Sums are in fp32. The weight
     and `norm` may be read before earlier kernels have ended.
     """
@@ -52,7 +54,7 @@ def matvec(
     assert x.is_contiguous(), "x must be contiguous"
     assert residual is None or residual.shape == (1, num_outputs), f"residual {residual.shape}"
     if launch is None:
-        launch = choose_launch(num_outputs, width, gated)
+        launch = choose_launch(num_outputs, width, gated, weight.element_size())
     out = residual
     if out is None:
         out = torch.empty(1, num_outputs, dtype=x.dtype, device=x.device)
@@ -61,6 +63,7 @@ def matvec(
         weight,
         out,
         norm if norm is not None else x,
+        scale if scale is not None else x,
         bias if bias is not None else x,
         num_outputs,
         eps,
@@ -69,6 +72,7 @@ def matvec(
         BLOCK=launch.block,
         HAS_NORM=norm is not None,
         HAS_RESIDUAL=residual is not None,
+        HAS_SCALE=scale is not None,
         HAS_BIAS=bias is not None,
         GATED=gated,
         **dependent_launch(x.device),
@@ -77,7 +81,7 @@ def matvec(
     return out
 
 
-def choose_launch(num_outputs: int, width: int, gated: bool) -> MatvecLaunch:
+def choose_launch(num_outputs: int, width: int, gated: bool, itemsize: int = 2) -> MatvecLaunch:
     """The fastest launch shape of those tried for products of this kind (docs/kernels.md)."""
     if num_outputs > 65_536:
         outputs, block, warps = 8 if width <= 1024 else 4, 1024, 4
@@ -88,7 +92,7 @@ def choose_launch(num_outputs: int, width: int, gated: bool) -> MatvecLaunch:
     elif gated:
         outputs, block, warps = 2, 4096, 8
     elif num_outputs > 4096:
-        outputs, block, warps = 2, 2048, 8
+        outputs, block, warps = 2, 2048 if itemsize > 1 else 4096, 8
     else:
         outputs, block, warps = 8, 512, 8
     return MatvecLaunch(outputs, min(block, int(triton.next_power_of_2(width))), warps)
@@ -107,6 +111,7 @@ def _matvec_kernel(
     weight,
     out,
     norm,
+    scale,
     bias,
     num_outputs,
     eps,
@@ -115,6 +120,7 @@ def _matvec_kernel(
     BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
@@ -156,12 +162,17 @@ def _matvec_kernel(
             up_lanes += up.to(tl.float32) * value[None, :]
         w, up, gain = next_w, next_up, next_gain
     result = tl.sum(lanes, 1)
-    scale = 1.0
+    up_result = tl.sum(up_lanes, 1)
+    if HAS_SCALE:
+        result *= tl.load(scale + outputs, mask=output_ok, other=0.0)
+        if GATED:
+            up_result *= tl.load(scale + num_outputs + outputs, mask=output_ok, other=0.0)
     if HAS_NORM:
-        scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / WIDTH + eps)
-        result *= scale
+        factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / WIDTH + eps)
+        result *= factor
+        up_result *= factor
     if GATED:
-        result = result / (1.0 + tl.exp(-result)) * (tl.sum(up_lanes, 1) * scale)
+        result = result / (1.0 + tl.exp(-result)) * up_result
     if HAS_BIAS:
         result += tl.load(bias + outputs, mask=output_ok, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:

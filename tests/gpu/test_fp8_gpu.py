@@ -11,11 +11,11 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 from kernels import fp8, reference
 from kernels.batch import KvLayer
 from kernels.dependent_launch import dependent_launches
-from kernels.fp8_rows import quantize_rows
-from kernels.rms_norm import rms_norm
+from kernels.fp8_rows import norm_rows, quantize_rows, silu_rows
+from kernels.matvec import matvec
 from kernels.rotary_store import Rotary, rotary_store
 from kernels.store_kv import store_kv
-from kernels.testing import random_paged_problem
+from kernels.testing import assert_no_worse, random_paged_problem
 from kernels.triton_backend import TritonBackend
 from kvatlas.models.resolve import resolve_model
 from worker.model.quantized import Fp8Linear, fp8_linear
@@ -45,6 +45,52 @@ def test_rows_are_quantised_bit_for_bit_as_specified(width: int) -> None:
     assert torch.equal(rows.view(torch.uint8)[finite], wanted.view(torch.uint8)[finite])
 
 
+@pytest.mark.parametrize("width", [576, 3072, 4096, 14336])
+def test_rows_behind_a_norm_or_the_activation_are_those_of_what_these_leave(width: int) -> None:
+    """As near as their own steps, whichever way a compiler rounds between; rows with a NaN have no scale."""
+    torch.manual_seed(0)
+    x, residual = (torch.randn(37, width, device="cuda").to(BF16) for _ in "xr")
+    gain, gate_up = (
+        torch.randn(width, device="cuda").to(BF16),
+        torch.randn(37, 2 * width, device="cuda").to(BF16),
+    )
+    x[3, 1], gate_up[3, 1] = torch.nan, torch.nan
+    plain, total = reference.add_rms_norm(x, residual, gain, 1e-5)
+    alone = reference.rms_norm(residual, gain, 1e-5)
+    found = [norm_rows(None, residual, gain, 1e-5), norm_rows(x, residual, gain, 1e-5), silu_rows(gate_up)]
+    torch.testing.assert_close(residual, total, rtol=0, atol=0, equal_nan=True)
+    whole = [i for i in range(37) if i != 3]
+    for (rows, scales), wanted in zip(found, (alone, plain, reference.silu_mul(gate_up)), strict=True):
+        stands, wide = (rows.float() * scales)[whole], wanted.float()[whole]
+        assert ((stands - wide).abs() <= 0.08 * wide.abs() + 2**-9 * scales[whole]).all()
+        assert stands.abs().amax(1).sub(wide.abs().amax(1)).abs().max() <= 0.01 * wide.abs().max()
+    assert [scales.isnan().nonzero()[:, 0].tolist() for _, scales in found] == [[], [3], [3]]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(6144, 4096), (4096, 14336), (1024, 3072), (6144, 1024), (70, 576)]
+)
+def test_a_product_of_one_row_is_that_of_the_numbers_weights_stand_for(outputs: int, inputs: int) -> None:
+    """No worse than plain torch with them in bf16: norm before it, activation or residual behind it."""
+    torch.manual_seed(1)
+    weight, scale = fp8.quantize_rows(torch.randn(outputs, inputs, device="cuda") * inputs**-0.5)
+    x, gain = torch.randn(1, inputs, device="cuda").to(BF16), torch.randn(inputs, device="cuda").to(BF16)
+    stands, scale = weight.double() * scale, scale.flatten()
+    exact, plain = x.double() @ stands.T, torch.nn.functional.linear(x, stands.to(BF16))
+    assert_no_worse(matvec(x, weight, scale=scale), plain=plain, exact=exact)
+    gate, up = exact.chunk(2, dim=-1)
+    gated = matvec(x, weight, scale=scale, gated=True)
+    assert_no_worse(gated, plain=reference.silu_mul(plain), exact=torch.nn.functional.silu(gate) * up)
+    residual = torch.randn(1, outputs, device="cuda").to(BF16)
+    wanted, plain_total = residual.double() + exact, residual + plain
+    assert_no_worse(matvec(x, weight, scale=scale, residual=residual), plain=plain_total, exact=wanted)
+    wide = x.double()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * gain.double()
+    plain = torch.nn.functional.linear(reference.rms_norm(x, gain, 1e-5), stands.to(BF16))
+    ours = matvec(x, weight, scale=scale, norm=gain, eps=1e-5)
+    assert_no_worse(ours, plain=plain, exact=normed @ stands.T)
+
+
 @pytest.mark.parametrize("num_rows", [1, 7, 16, 17, 64, 65, 300])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (1024, 3072), (960, 576)])
 def test_a_product_is_that_of_the_scaled_numbers(outputs: int, inputs: int, num_rows: int) -> None:
@@ -60,7 +106,7 @@ def test_a_product_is_that_of_the_scaled_numbers(outputs: int, inputs: int, num_
 
 @pytest.mark.parametrize("num_rows", [1, 16, 64])
 def test_dependent_launches_leave_the_same_bits(num_rows: int) -> None:
-    """A chain of norms, quantising and products in a graph, replayed, against ordinary launches."""
+    """A chain of norms, activations and products in a graph, replayed, against ordinary launches."""
     torch.manual_seed(4)
     linears = []
     for outputs, inputs in [(6144, 4096), (4096, 6144)] * 4:
@@ -72,9 +118,10 @@ def test_dependent_launches_leave_the_same_bits(num_rows: int) -> None:
     x = torch.randn(num_rows, 4096, device="cuda", dtype=BF16)
 
     def chain() -> torch.Tensor:
-        value = x
+        value = x.clone()
         for linear, gain in linears:
-            value = linear(rms_norm(value, gain, 1e-6))
+            rows = norm_rows(None, value, gain, 1e-6)
+            value = linear(value) + linear.of_rows(*rows, BF16)
         return value
 
     expected = chain()

@@ -7,6 +7,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so befo
 import math
 from array import array
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,50 @@ def test_the_kernel_finds_the_scales_and_the_values() -> None:
     wanted, wanted_scales = fp8.quantize_rows(x)
     assert torch.equal(scales, wanted_scales)
     assert torch.equal(rows.float(), wanted.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [64, 100])
+def test_rows_behind_a_norm_or_the_activation_are_those_of_what_these_leave(width, dtype) -> None:  # type: ignore[no-untyped-def]
+    """In the same bits, with the residual added or not."""
+    pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+    from kernels.fp8_rows import norm_rows, quantize_rows, silu_rows
+    from kernels.rms_norm import add_rms_norm, rms_norm
+    from kernels.silu_mul import silu_mul
+
+    draw = torch.Generator().manual_seed(0)
+    x, residual = (torch.randn(5, width, generator=draw).to(dtype) for _ in "xr")
+    gain, gate_up = (torch.randn(*shape, generator=draw).to(dtype) for shape in ((width,), (5, 2 * width)))
+    before, again = residual.clone(), residual.clone()
+    wanted = [
+        quantize_rows(rms_norm(residual, gain, 1e-5)),
+        quantize_rows(add_rms_norm(x, before, gain, 1e-5)),
+        quantize_rows(silu_mul(gate_up)),
+    ]
+    found = [norm_rows(None, residual, gain, 1e-5), norm_rows(x, again, gain, 1e-5), silu_rows(gate_up)]
+    assert torch.equal(again, before)
+    for (rows, scales), (wanted_rows, wanted_scales) in zip(found, wanted, strict=True):
+        assert torch.equal(scales, wanted_scales)
+        assert torch.equal(rows.view(torch.uint8), wanted_rows.view(torch.uint8))
+
+
+def test_a_product_of_one_row_reads_what_the_weight_stands_for() -> None:
+    """With bias, with the norm before it, added to the residual, with the activation."""
+    pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+    from kernels.matvec import matvec
+
+    draw = torch.Generator().manual_seed(0)
+    x, norm, bias = torch.randn(1, 304, generator=draw), torch.rand(304, generator=draw), torch.randn(1, 100)
+    weight, scale = fp8.quantize_rows(torch.randn(100, 304, generator=draw))
+    stands, scale = weight.float() * scale, scale.flatten()
+    close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-4}
+    torch.testing.assert_close(matvec(x, weight, scale=scale, bias=bias[0]), x @ stands.T + bias, **close)
+    normed = reference.rms_norm(x, norm, 1e-5) @ stands.T
+    torch.testing.assert_close(
+        matvec(x, weight, scale=scale, norm=norm, eps=1e-5, gated=True), reference.silu_mul(normed), **close
+    )
+    added = matvec(x, weight, scale=scale, residual=bias.clone())
+    torch.testing.assert_close(added, x @ stands.T + bias, **close)
 
 
 @pytest.mark.parametrize("parts", [1, 3])

@@ -1,6 +1,7 @@
 """The fused GPU network, through Triton's interpreter, against the plain one on the same parameters."""
 
 import os
+from dataclasses import replace
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before the imports below
 
@@ -10,11 +11,14 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
-from kernels import reference, ring_launch, sliced_launch
+from kernels import fp8, reference, ring_launch, sliced_launch
 from kernels.batch import KvLayer
 from kernels.decode_inputs import decode_inputs
 from kernels.few_rows import runs_beside
 from worker.model.fused import FusedModel, LastRows, OwnRows
+from worker.model.layers import Linear, TorchLinear
+from worker.model.llama import DecoderLayer
+from worker.model.quantized import Fp8Linear
 from worker.model.toy import toy_config, toy_model
 
 
@@ -99,6 +103,46 @@ def test_behind_the_last_attention_tokens_go_the_way_of_decode_steps(
     assert rows == products
 
 
+def in_fp8(layer: DecoderLayer, is_dense: bool = False) -> DecoderLayer:
+    """The layer with weights of e4m3, or with the dense ones that these stand for."""
+
+    def of(linear: Linear) -> Linear:
+        assert isinstance(linear, TorchLinear)
+        weight, scale = fp8.quantize_rows(linear.weight)
+        if is_dense:
+            return TorchLinear(weight.float() * scale, linear.bias)
+        return Fp8Linear(weight, scale.flatten(), linear.bias)
+
+    parts = {name: of(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")}
+    return replace(layer, **parts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("num_tokens", "close"), [(1, 1e-5), (3, 0.2)], ids=["one row", "scaled rows"])
+def test_e4m3_weights_are_read_as_the_numbers_they_stand_for(num_tokens: int, close: float):
+    """A decode step, against the plain network of those numbers as dense weights; one row is not scaled."""
+    config = toy_config(has_qk_norm=True, has_qkv_bias=True)
+    model, stands = toy_model(config), toy_model(config)
+    model.layers = [in_fp8(layer) for layer in model.layers]
+    stands.layers = [in_fp8(layer, is_dense=True) for layer in stands.layers]
+    positions, scale = torch.arange(num_tokens, dtype=torch.int32), config.head_dim**-0.5
+
+    def plain(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return reference.attention(q, k, v, positions, scale=scale)
+
+    def stored(kv: KvLayer, q: Tensor) -> Tensor:
+        return reference.attention(q, kv.k[: len(q)], kv.v[: len(q)], positions, scale=scale)
+
+    ids = torch.randint(0, config.vocab_size, (num_tokens,), dtype=torch.int32)
+    expected = stands.logits(stands.forward(ids, positions, plain))
+    fused = FusedModel(model, own_rows=OwnRows(1, 0, 0))
+    shape = (num_tokens, config.num_kv_heads, config.head_dim)
+    kv = [KvLayer(torch.zeros(shape), torch.zeros(shape)) for _ in model.layers]
+    inputs = fused.embedding[ids.long()].clone()
+    logits = fused.decode(inputs, kv, fused.stored_first(positions, positions, stored)).float()
+    error = (logits - expected).norm() / expected.norm()
+    assert error < close, f"{error:.1e}"
+
+
 def test_decode_inputs_reads_the_last_token_of_each_row():
     """M-03, M-04, M-25: padding points at the dummy row and feeds token 0."""
     table = torch.arange(4 * 32, dtype=torch.int32).view(4, 32)
@@ -136,10 +180,14 @@ def test_products_run_beside_others_where_their_programs_share_no_counters(
     assert runs_beside(weight, gated=gated, adds=adds) == expected
 
 
-def test_our_own_products_take_dense_weights_of_two_bytes_as_far_as_measured():
+def test_our_own_products_take_the_weights_they_know_as_far_as_measured(monkeypatch: pytest.MonkeyPatch):
     config = toy_config()
     small = toy_model(config, dtype=torch.bfloat16)
     assert OwnRows.of(small) == OwnRows(chain=64, gated=64, dependent=256)
     assert OwnRows.of(toy_model(config)) == OwnRows(chain=1, gated=0, dependent=0)
+    small.layers = [in_fp8(layer) for layer in small.layers]
+    assert OwnRows.of(small) == OwnRows(chain=1, gated=64, dependent=64)
+    monkeypatch.setattr("worker.model.fused.ONE_ROW_BYTES", 1000)
+    assert OwnRows.of(small) == OwnRows(chain=0, gated=64, dependent=64)
     small.head = lambda x: x  # some other implementation
     assert OwnRows.of(small) == OwnRows(chain=0, gated=0, dependent=0)

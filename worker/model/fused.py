@@ -9,12 +9,14 @@ for a single row, one for a few. `OwnRows` says how far each goes.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from kernels.batch import KvLayer
 from kernels.few_rows import Scaled, add_product, product, runs_beside
+from kernels.fp8_rows import norm_rows, silu_rows
 from kernels.library_choice import faster_library, library_product, padded_rows, prepare
 from kernels.matvec import matvec
 from kernels.rms_norm import add_rms_norm, rms_norm
@@ -38,6 +40,9 @@ ADDING_ROWS = 4096
 BESIDE_BYTES = 48 << 20
 """Of a layer's weights, at most, where groups of rows run side by side: each reads them, out of a cache."""
 
+ONE_ROW_BYTES = 64 << 20
+"""Of a layer's e4m3 weights, at most, where one row goes another way than many; measured at 16 and 218 MB."""
+
 
 @dataclass(frozen=True, slots=True)
 class LastRows:
@@ -59,11 +64,12 @@ class OwnRows:
     @classmethod
     def of(cls, model: Model) -> "OwnRows":
         """As measured at layers of 31 and of 436 MB. The tensor cores' tiles are made for two bytes."""
-        dependent = FEW_FP8_ROWS if _is_fp8(model) else 0
-        if not _is_dense(model):
-            return cls(0, 0, dependent)
+        if not _are_own(model):
+            return cls(0, 0, 0)
         if _dense(model.embedding).element_size() != 2:
             return cls(1, 0, 0)
+        if _has_fp8(model):
+            return cls(1 if _layer_bytes(model) <= ONE_ROW_BYTES else 0, 64, FEW_FP8_ROWS)
         return cls(64, 64, 256, 256 if _run_beside(model) else 0)
 
 
@@ -142,8 +148,7 @@ class FusedModel:
                 self._leave_few_rows(layer, attended, rows, self._norm)
             return rows
         attended, rows = padded_rows(attended), padded_rows(rows)
-        normed = self._added_norm(_by_library(layer.output, attended), rows, layer.mlp_norm)
-        rows += _by_library(layer.down, self._activation(normed, layer))
+        add(rows, self._leave_norm(layer, _by_library(layer.output, attended), rows))
         return rows[:count]
 
     def stored_first(self, positions: Tensor, slots: Tensor, attend: AttendStored) -> AttendProduct:
@@ -188,8 +193,7 @@ class FusedModel:
     def leave(self, number: int, attended: Tensor, residual: Tensor) -> Tensor | None:
         """A layer from its attention [T, num_heads * head_dim] on; the last product, None: added already."""
         layer = self._layers[number]
-        normed = self._added_norm(_added(layer.output, attended, residual), residual, layer.mlp_norm)
-        return _added(layer.down, self._activation(normed, layer), residual)
+        return self._leave_norm(layer, _added(layer.output, attended, residual), residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Last norm and head: [n, vocab_size], dtype of the weights. hidden is of `forward`."""
@@ -214,8 +218,8 @@ class FusedModel:
     def _decode_one_row(self, residual: Tensor, kv: Sequence[KvLayer], attend: AttendProduct) -> Tensor:
         eps = self.config.rms_norm_eps
         for layer, layer_kv in self._depths(kv):
-            qkv = _linear(layer.qkv)
-            heads = matvec(residual, qkv.weight, norm=layer.attention_norm, eps=eps, bias=qkv.bias)
+            qkv, of_qkv = _own(layer.qkv)
+            heads = matvec(residual, qkv, norm=layer.attention_norm, eps=eps, **of_qkv)
             attended = attend(layer_kv, heads, self._rotary(layer)).flatten(1)
             self._leave_one_row(layer, attended, residual)
         head = _linear(self._head)
@@ -242,11 +246,12 @@ class FusedModel:
 
     def _leave_one_row(self, layer: DecoderLayer, attended: Tensor, residual: Tensor) -> None:
         """A layer from its attention on, added to the residual."""
-        output, gate_up, down = map(_linear, (layer.output, layer.gate_up, layer.down))
-        matvec(attended, output.weight, residual=residual, bias=output.bias)
+        (output, of_output), (gate_up, of_gate_up) = _own(layer.output), _own(layer.gate_up)
+        down, of_down = _own(layer.down)
+        matvec(attended, output, residual=residual, **of_output)
         eps = self.config.rms_norm_eps
-        active = matvec(residual, gate_up.weight, norm=layer.mlp_norm, eps=eps, gated=True)
-        matvec(active, down.weight, residual=residual, bias=down.bias)
+        active = matvec(residual, gate_up, norm=layer.mlp_norm, eps=eps, gated=True, **of_gate_up)
+        matvec(active, down, residual=residual, **of_down)
 
     def _leave_few_rows(
         self, layer: DecoderLayer, attended: Tensor, residual: Tensor, next_gain: Tensor
@@ -257,15 +262,31 @@ class FusedModel:
         active = product(scaled, gate_up.weight, eps=self.config.rms_norm_eps, gated=True)
         return add_product(active, down.weight, residual, next_gain, bias=down.bias)
 
+    def _leave_norm(self, layer: DecoderLayer, pending: Tensor | None, residual: Tensor) -> Tensor | None:
+        """A layer from its second norm on; see `leave`."""
+        if isinstance(layer.gate_up, Fp8Linear) and isinstance(layer.down, Fp8Linear):
+            gate_up = self._normed_product(layer.gate_up, pending, residual, layer.mlp_norm)
+            return layer.down.of_rows(*silu_rows(gate_up), residual.dtype)
+        normed = self._added_norm(pending, residual, layer.mlp_norm)
+        return _added(layer.down, self._activation(normed, layer), residual)
+
     def _activation(self, normed: Tensor, layer: DecoderLayer) -> Tensor:
-        if 0 < normed.shape[0] <= self._own_rows.gated:
-            return product(normed, _linear(layer.gate_up).weight, gated=True)
+        if 0 < normed.shape[0] <= self._own_rows.gated and type(layer.gate_up) is TorchLinear:
+            return product(normed, layer.gate_up.weight, gated=True)
         return silu_mul(_by_library(layer.gate_up, normed))
 
     def _product(self, number: int, pending: Tensor | None, residual: Tensor) -> Tensor:
         """Adds what is pending to the residual; the qkv product of its norm."""
         layer = self._layers[number]
-        return _by_library(layer.qkv, self._added_norm(pending, residual, layer.attention_norm))
+        return self._normed_product(layer.qkv, pending, residual, layer.attention_norm)
+
+    def _normed_product(
+        self, linear: Linear, pending: Tensor | None, residual: Tensor, gain: Tensor
+    ) -> Tensor:
+        if isinstance(linear, Fp8Linear):
+            rows = norm_rows(pending, residual, gain, self.config.rms_norm_eps)
+            return linear.of_rows(*rows, residual.dtype)
+        return _by_library(linear, self._added_norm(pending, residual, gain))
 
     def _added_norm(self, pending: Tensor | None, residual: Tensor, gain: Tensor) -> Tensor:
         eps = self.config.rms_norm_eps
@@ -300,27 +321,49 @@ def _by_library(linear: Linear, x: Tensor) -> Tensor:
         return linear(x)
 
 
-def _is_dense(model: Model) -> bool:
-    """Whether our own products can take all of a layer: plain weights, no bias within the activation."""
-    layers = model.layers
-    linears = [part for at in layers for part in (at.qkv, at.output, at.gate_up, at.down)] + [model.head]
-    are_dense = all(type(linear) is TorchLinear for linear in linears)
-    return are_dense and not any(_linear(layer.gate_up).bias is not None for layer in layers)
+class _Beside(TypedDict):
+    """Of a weight, as our product of one row takes it."""
+
+    scale: Tensor | None
+    bias: Tensor | None
 
 
 def _run_beside(model: Model) -> bool:
     """Whether a layer is small, and all its products are of kernels that may run at the same time."""
     layer = model.layers[0]
     qkv, output, gate_up, down = map(_linear, (layer.qkv, layer.output, layer.gate_up, layer.down))
-    if sum(part.weight.nbytes for part in (qkv, output, gate_up, down)) > BESIDE_BYTES:
+    if _layer_bytes(model) > BESIDE_BYTES:
         return False
     into = runs_beside(output.weight, adds=True) and runs_beside(down.weight, adds=True)
     return into and runs_beside(qkv.weight) and runs_beside(gate_up.weight, gated=True)
 
 
-def _is_fp8(model: Model) -> bool:
-    layers = model.layers
-    return all(type(part) is Fp8Linear for at in layers for part in (at.qkv, at.output, at.gate_up, at.down))
+def _own(linear: object) -> tuple[Tensor, _Beside]:
+    """A weight that our product of one row can take, dense or e4m3, and what stands beside it."""
+    if isinstance(linear, Fp8Linear):
+        return linear.weight, {"scale": linear.scale, "bias": linear.bias}
+    dense = _linear(linear)
+    return dense.weight, {"scale": None, "bias": dense.bias}
+
+
+def _are_own(model: Model) -> bool:
+    """Whether our products can take all of a layer: weights that they know, no bias within the activation."""
+    are_known = all(type(linear) in (TorchLinear, Fp8Linear) for linear in [*_linears(model), model.head])
+    return are_known and not any(_own(layer.gate_up)[1]["bias"] is not None for layer in model.layers)
+
+
+def _has_fp8(model: Model) -> bool:
+    return any(type(linear) is Fp8Linear for linear in _linears(model))
+
+
+def _layer_bytes(model: Model) -> int:
+    """Of a layer's weights."""
+    layer = model.layers[0]
+    return sum(_own(part)[0].nbytes for part in (layer.qkv, layer.output, layer.gate_up, layer.down))
+
+
+def _linears(model: Model) -> Iterator[Linear]:
+    return (part for at in model.layers for part in (at.qkv, at.output, at.gate_up, at.down))
 
 
 def _linear(linear: object) -> TorchLinear:

@@ -34,14 +34,19 @@ class Fp8Linear:
         self._kernels = _kernels() if weight.device.type == "cuda" else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product, in the dtype of x: of a few rows by our kernel, of more by the library."""
-        if self._kernels is None:
-            return self._of_many(*fp8.quantize_rows(x), x.dtype)
-        rows, scales = self._kernels.quantize_rows(x)
-        if x.shape[0] > FEW_ROWS:
-            return self._of_many(rows, scales, x.dtype)
+        """The product, in the dtype of x."""
+        quantize_rows = fp8.quantize_rows if self._kernels is None else self._kernels.quantize_rows
+        return self.of_rows(*quantize_rows(x), x.dtype)
+
+    def of_rows(self, rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """The product of rows that are e4m3: of a few by our kernel, of more by the library.
+
+        rows e4m3 [num_tokens, in_features], scales fp32 [num_tokens, 1] → [num_tokens, out_features].
+        """
+        if self._kernels is None or rows.shape[0] > FEW_ROWS:
+            return self._of_many(rows, scales, dtype)
         product = self._kernels.fp8_matmul
-        return product(rows, scales, self.weight, self.scale, out_dtype=x.dtype, bias=self.bias)
+        return product(rows, scales, self.weight, self.scale, out_dtype=dtype, bias=self.bias)
 
     def _of_many(self, rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         product = torch._scaled_mm(
