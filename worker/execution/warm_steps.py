@@ -17,8 +17,8 @@ MANY_PROMPTS = 64
 
 
 def warm_steps(*, max_step_tokens: int, max_running: int, row_width: int, dummy_row: int) -> list[Step]:
-    """Prompts beside many decodes and beside one, prompts alone, large steps first; many prompts of a few tokens;
-    last a late piece.
+    """Prompts beside many decodes and beside one, prompts alone, large steps first; many prompts of a few
+    tokens; last a late piece.
 
     Most decodes come first: whatever grows with their number has its size before the others run.
     """
