@@ -66,6 +66,7 @@ def test_the_fused_network_computes_what_the_plain_one_does(
         ([3], OwnRows(3, 3, 0), []),
         ([0, 2, 3], OwnRows(3, 3, 0), []),
         ([0, 2, 3], OwnRows(0, 0, 0), [3, 3, 3]),
+        ([0, 1, 2, 4, 5], OwnRows(3, 3, 0, beside=8), []),
         ([*range(66)], OwnRows(3, 0, 0), [72, 72, 72]),
     ],
 )
