@@ -263,17 +263,19 @@ class Engine:
     def _commit(self, launched: _Launched, result: StepResult) -> None:
         step, now = launched.step, self._clock()
         self._board.step = StepMark(step.number, now)
+        # A sequence that has ended since the launch may break this step as it likes.
+        alive = [span for span in result.failed if self._scheduler.is_live(step.sequence_ids[span])]
         self._scheduler.commit(step, result, now, self._send_first_tokens)
         self._tell_step(launched, now)
         self._watch.stepped(step, now - launched.began, is_replayed=launched.handle.is_replayed)
-        for span, why in result.failed.items():
+        for span in alive:
             log_event(
                 logger,
                 logging.ERROR,
                 "sequence_failed",
                 sequence=step.sequence_ids[span],
                 step=step.number,
-                why=why,
+                why=result.failed[span],
             )
 
     def _send_first_tokens(self) -> None:

@@ -304,6 +304,21 @@ def test_a_row_that_is_not_a_number_ends_its_request_alone(
     assert "event=sequence_failed sequence=3" in caplog.text
 
 
+def test_what_breaks_behind_the_end_of_a_sequence_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    """A step was launched before its end was seen. Constraints have nothing left there, after each answer."""
+    tokens = alone(3)
+    assert tokens[2] not in tokens[:2]
+    params = SamplingParams(max_tokens=8, stop_at_eos=False, stop_token_ids=frozenset({tokens[2]}))
+    with bench(EngineSettings(overlap=True)) as b:
+        b.runner.not_a_number = (3, len(prompt_of(3)) + 3)
+        b.commands.put(AddRequest(RequestSpec(SequenceId(3), array("I", prompt_of(3)), params, source="s")))
+        b.add(1, prompt_of(1), max_tokens=16)  # steps go on behind it
+        codes = b.finish(1, 3)
+    assert codes[3] is FinishCode.STOP_TOKEN
+    assert b.got[3].tokens == tokens[:3]
+    assert "sequence_failed" not in caplog.text
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_that_fails_once_for_no_one_in_particular_costs_nobody(overlap: bool) -> None:
     failures = [RuntimeError("hiccup")]
