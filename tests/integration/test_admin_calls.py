@@ -35,6 +35,8 @@ class Desk:
 
     def __init__(self, folder: Path, cleanup: ExitStack) -> None:
         self.folder = folder
+        patch = cleanup.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr("service.fleet.link.SILENCE_SECONDS", SECONDS)  # nobody here is silent, only slow
         auth = folder / "auth.toml"
         auth.touch(mode=0o600)
         auth.write_text("".join(_entry(name) for name in TENANTS))
