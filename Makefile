@@ -61,8 +61,8 @@ memcheck: $(DEV)  ## the kernel tests under compute-sanitizer
 	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no \
 	  --target-processes all --error-exitcode 9 --launch-timeout 0 $(PYTHON) -m pytest -q --timeout 0 \
 	  -m "gpu and not slow" -k "not graph and not captured and not chain" \
-	  $(patsubst %,tests/gpu/test_%_gpu.py,attention decode_product decode_stretches ring_product sample_kernel \
-	  sliced_product small_kernels) $(PYTEST_ARGS)
+	  $(patsubst %,tests/gpu/test_%_gpu.py,attention cluster_decode decode_product decode_stretches ring_product \
+	  sample_kernel sliced_product small_kernels) $(PYTEST_ARGS)
 
 test-clients: $(DEV)  ## Node and buf curl against a real server
 	@$(TEST_ENV) $(PYTHON) -m pytest -q tests/integration/test_foreign_clients.py $(PYTEST_ARGS)

@@ -38,6 +38,7 @@ TESTS = Path(__file__).resolve().parents[1] / "tests" / "gpu"
 KERNEL_TESTS = ("attention", "sample_kernel", "paged_cuda", "small_kernels")
 MEMCHECKED = (
     "attention",
+    "cluster_decode",
     "decode_product",
     "decode_stretches",
     "ring_product",

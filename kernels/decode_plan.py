@@ -48,6 +48,8 @@ class DecodeLaunch:
 
 FEW = DecodeLaunch(block=64, warps=4, stages=3, programs_per_sm=2, wave_per_sm=2, product_stages=2)
 """For FEW_SPANS or fewer: what counts is the time of one turn."""
+SOME = DecodeLaunch(block=64, warps=2, stages=3, programs_per_sm=2, wave_per_sm=2)
+"""For two to FEW_SPANS where the kernel takes the qkv product; the list is the same as for FEW."""
 MANY = DecodeLaunch(block=32, warps=1, stages=4, programs_per_sm=4, wave_per_sm=4, is_stretched=True)
 """For more: what counts is the number of bytes under way, and a warp waits for no other."""
 WIDE = DecodeLaunch(block=32, warps=4, stages=3, programs_per_sm=2, wave_per_sm=2)
@@ -59,6 +61,7 @@ WIDE_BYTES = 256
 class DecodePlan:
     """Chunk list and scratch of decode attention; buffers are made once and live in the CUDA graph."""
 
+    spans: Tensor  # int32 [max_spans, 2]: row and length of each
     chunks: Tensor  # int32 [capacity, RECORD]
     num_chunks: Tensor  # int32 [1]
     stretches: Tensor  # int32 [capacity + 1]: of each stretch its first entry; behind them their number
@@ -67,12 +70,20 @@ class DecodePlan:
     partial_lse: Tensor  # fp32 [capacity, num_heads]
     arrived: Tensor  # int32 [max_spans, num_kv_heads], zero between launches
     multiprocessors: int
+    most_tokens: int  # of a span, as far as the host knows: more are slower, not wrong
     chunk_scale: int | None
     launch: DecodeLaunch | None
 
-    def launch_of(self, num_spans: int, row_bytes: int = 0) -> DecodeLaunch:
+    @property
+    def follows_batch(self) -> bool:
+        """Whether chunks and launch shapes are chosen by the batch, none of them given."""
+        return self.chunk_scale is None and self.launch is None
+
+    def launch_of(self, num_spans: int, row_bytes: int = 0, *, of_product: bool = False) -> DecodeLaunch:
         """The launch shape of a batch; row_bytes: of a query of one head, padded to a power of two."""
-        usual = FEW if num_spans <= FEW_SPANS else MANY
+        # With a chunk_scale a sequence alone and in company have the same shape.
+        few = SOME if of_product and num_spans > 1 and self.chunk_scale is None else FEW
+        usual = few if num_spans <= FEW_SPANS else MANY
         return self.launch or (WIDE if row_bytes > WIDE_BYTES else usual)
 
     def is_stretched(self, num_spans: int, row_bytes: int = 0) -> bool:
@@ -117,6 +128,7 @@ def make_plan(
     else:
         capacity = num_spans * min(MAX_CHUNKS, -(-max_kv_len // (GRAIN * chunk_scale)))
     return DecodePlan(
+        spans=torch.zeros(num_spans, 2, dtype=torch.int32, device=device),
         chunks=torch.zeros(capacity, RECORD, dtype=torch.int32, device=device),
         num_chunks=torch.zeros(1, dtype=torch.int32, device=device),
         stretches=torch.zeros(capacity + 1, dtype=torch.int32, device=device),
@@ -125,6 +137,7 @@ def make_plan(
         partial_lse=torch.empty(capacity, num_heads, dtype=torch.float32, device=device),
         arrived=torch.zeros(num_spans, num_kv_heads, dtype=torch.int32, device=device),
         multiprocessors=multiprocessors,
+        most_tokens=max_kv_len,
         chunk_scale=chunk_scale,
         launch=launch,
     )
@@ -142,6 +155,7 @@ def plan_decode(plan: DecodePlan, rows: Tensor, kv_lens: Tensor) -> None:
     _plan_kernel[(1,)](
         rows,
         kv_lens,
+        plan.spans,
         plan.chunks,
         plan.num_chunks,
         plan.stretches,
@@ -231,6 +245,7 @@ def _chunk_by_length(length, shortest, MAX_CHUNKS: tl.constexpr):
 def _plan_kernel(
     rows,
     kv_lens,
+    spans,
     chunks,
     num_chunks,
     stretches,
@@ -261,6 +276,8 @@ def _plan_kernel(
     real = span < num_spans
     length = tl.load(kv_lens + span, mask=real, other=0)
     row = tl.load(rows + span, mask=real, other=0)
+    tl.store(spans + 2 * span, row, mask=real)
+    tl.store(spans + 2 * span + 1, length, mask=real)
     if BY_BATCH:
         chunk, is_wave = _chunk_by_batch(length, multiprocessors, wave, most, KV_HEADS, SHORTEST)
         chunk = tl.maximum(chunk, (length + MAX_CHUNKS - 1) // MAX_CHUNKS)

@@ -36,12 +36,14 @@ def launch(
     *,
     num_warps: int,
     num_stages: int = 3,
+    num_ctas: int = 1,
     max_registers: int | None = None,
     is_dependent: bool = False,
 ) -> None:
     """kernel[grid](*arguments, *constants) on the current stream of the device of arguments[0], a tensor.
 
-    The kernel's parameters are its arguments, then its constants (tl.constexpr), in this order.
+    The kernel's parameters are its arguments, then its constants (tl.constexpr), in this order. num_ctas:
+    programs of a cluster, of which the grid counts only the clusters.
     """
     first = arguments[0]
     assert isinstance(first, Tensor), "the first argument says which device"
@@ -55,7 +57,7 @@ def launch(
         else:
             values.append(argument)
             marks.append(_mark(argument))
-    shape = (num_warps, num_stages, max_registers, is_dependent)
+    shape = (num_warps, num_stages, num_ctas, max_registers, is_dependent)
     key = (id(kernel), first.device.index, constants, *shape, *marks)
     compiled = _compiled.get(key)
     if compiled is None or _state["is_compiling"]:
@@ -66,6 +68,8 @@ def launch(
             options["maxnreg"] = max_registers
         if is_dependent:
             options["launch_pdl"] = True
+        if num_ctas > 1:
+            options["num_ctas"] = num_ctas
         result = kernel[grid](*arguments, *constants, **options)
         is_kept = isinstance(result, CompiledKernel) and not _state["is_compiling"]
         if is_kept and len(_compiled) < MAX_COMPILED:

@@ -15,6 +15,8 @@ product is done.
 
 Queries of a group are few, two to eight mostly: the tensor cores' tile has tokens, or V's dimensions, on its
 side of 16 and queries on that of 8.
+
+A lone sequence is for kernels.cluster_decode, where kernels.cluster_launch says so.
 """
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.batch import KvLayer
+from kernels.cluster_launch import cluster_launch
 from kernels.decode_merge import merge_parts
 from kernels.decode_plan import RECORD, DecodePlan
 from kernels.dependent_launch import dependent_launch, wait_in_loop
@@ -84,9 +87,16 @@ def _launch(
     assert kv.v.is_contiguous(), "V must be contiguous"
     assert num_spans <= plan.arrived.shape[0], f"plan is for {plan.arrived.shape[0]} spans, got {num_spans}"
     assert out.is_contiguous(), "out must be contiguous"
+    clusters = cluster_launch(num_spans, num_heads, q.dtype, kv, plan.most_tokens)
+    if plan.follows_batch and clusters is not None:
+        from kernels.cluster_decode import launch_clusters  # where Gluon is not there it cannot be imported
+
+        launch_clusters(q, kv, page_table, plan.spans, rotary, out, clusters, scale=scale)
+        return
     group = num_heads // num_kv_heads
     row_bytes = triton.next_power_of_2(head_dim) * q.element_size()
-    launch, num_programs = plan.launch_of(num_spans, row_bytes), plan.num_programs(num_spans, row_bytes)
+    launch = plan.launch_of(num_spans, row_bytes, of_product=rotary is not None)
+    num_programs = plan.num_programs(num_spans, row_bytes)
     heads = (num_kv_heads, group, triton.next_power_of_2(group))
     dims = (head_dim, triton.next_power_of_2(head_dim))
     lists = (plan.chunks, plan.num_chunks, plan.stretches, plan.queue)

@@ -1,5 +1,6 @@
 """The form of decode attention that takes a layer's qkv product as it is."""
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -17,4 +18,8 @@ class ProductDecode(Protocol):
 
         qkv [size, (num_heads + 2 * num_kv_heads) * head_dim]; result [size, num_heads, head_dim].
         """
+        ...
+
+    def least_size(self, kv_lens: Sequence[int], kv: KvLayer) -> int:
+        """Rows of the smallest graph to take for a batch: more than it has where padding makes it faster."""
         ...

@@ -5,11 +5,13 @@ table where it lies. Owns scratch buffers that grow with the largest step seen.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kernels.batch import KvLayer, PagedBatch
+from kernels.cluster_launch import LONGEST, cluster_launch
 from kernels.decode_plan import DecodePlan, make_plan, plan_decode
 from kernels.paged_decode import paged_decode, paged_decode_product
 from kernels.paged_prefill import paged_prefill
@@ -95,6 +97,7 @@ class TritonStaticDecode:
 
     def __init__(self, plan: DecodePlan, page_table: Tensor) -> None:
         self._plan = plan
+        self._lone = replace(plan, most_tokens=min(plan.most_tokens, LONGEST))  # see least_size
         self._page_table = page_table
 
     def prepare(self, size: int, kv_lens: Sequence[int]) -> None:
@@ -106,11 +109,21 @@ class TritonStaticDecode:
 
     def attend(self, kv: KvLayer, q: Tensor, *, scale: float, out: Tensor | None = None) -> Tensor:
         """One layer."""
-        return paged_decode(q, kv, self._page_table, self._plan, scale=scale, out=out)
+        return paged_decode(q, kv, self._page_table, self._plan_of(q), scale=scale, out=out)
 
     def attend_product(self, kv: KvLayer, qkv: Tensor, rotary: Rotary, *, scale: float) -> Tensor:
         """See kernels.product_decode.ProductDecode."""
-        return paged_decode_product(qkv, kv, self._page_table, self._plan, rotary, scale=scale)
+        return paged_decode_product(qkv, kv, self._page_table, self._plan_of(qkv), rotary, scale=scale)
+
+    def least_size(self, kv_lens: Sequence[int], kv: KvLayer) -> int:
+        """See kernels.product_decode.ProductDecode: the fastest for a lone sequence is not for a long one."""
+        if len(kv_lens) != 1 or kv_lens[0] <= LONGEST:
+            return 1
+        num_heads = self._plan.partial.shape[1]
+        return 1 if cluster_launch(1, num_heads, kv.k.dtype, kv, LONGEST) is None else 2
+
+    def _plan_of(self, step: Tensor) -> DecodePlan:
+        return self._lone if step.shape[0] == 1 else self._plan
 
 
 def _sent(tiles: list[tuple[int, int]], device: torch.device) -> Tensor:

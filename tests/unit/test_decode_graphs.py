@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 from kernels.sample_columns import SampleRow, make_columns, write_rows
-from kernels.triton_backend import TritonBackend
+from kernels.triton_backend import TritonBackend, TritonStaticDecode
 from worker.execution import cuda_graphs
 from worker.execution.cuda_graphs import DecodeGraphs, DecodeTables
 from worker.execution.kv_pool import KvPool
@@ -100,6 +100,21 @@ def test_padding_changes_no_real_row_and_no_managed_page() -> None:
     slots = is_changed.flatten(2).any(dim=0).any(dim=0).nonzero().flatten().tolist()
     assert slots == sorted([42, 23, 56])
     assert given.tokens.ids[ROWS, 0] == 0, "the dummy row feeds token 0"
+
+
+@pytest.mark.parametrize(("least", "size"), [(1, 1), (2, 2), (16, ROWS)])
+def test_a_batch_takes_a_larger_graph_where_attention_asks_for_one(
+    least: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its row the answer is the same; where no graph is as large, it is the largest there is."""
+    alone = drawn(setting(), [5], [3])
+    monkeypatch.setattr(TritonStaticDecode, "least_size", lambda self, kv_lens, kv: least)
+    given = setting()
+    assert drawn(given, [5], [3]) == alone
+    rows, kv_lens = given.graphs.columns(ROWS)
+    assert rows.tolist()[:size] == [5, *[ROWS] * (size - 1)]
+    assert given.graphs._positions.tolist()[:size] == [2] + [0] * (size - 1)
+    assert given.graphs._size(kv_lens.tolist()) == ROWS
 
 
 def test_attention_of_the_product_and_behind_a_store_leave_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton", reason="Triton has wheels for Linux only"
 
 from kernels import fp8, reference  # noqa: E402
 from kernels.batch import KvLayer, PagedBatch  # noqa: E402
-from kernels.decode_plan import FEW, MANY, MAX_CHUNKS, make_plan, plan_decode  # noqa: E402
+from kernels.decode_plan import FEW, MANY, MAX_CHUNKS, SOME, make_plan, plan_decode  # noqa: E402
 from kernels.matvec import matvec  # noqa: E402
 from kernels.paged_decode import paged_decode  # noqa: E402
 from kernels.paged_prefill import paged_prefill  # noqa: E402
@@ -122,12 +122,18 @@ def test_chunks_cover_each_sequence_once_and_do_not_depend_on_the_batch(chunk_sc
         assert [record[1:] for record in alone] == mine
 
 
+def test_the_shape_of_a_launch_is_that_of_its_spans_and_form():
+    plan = make_plan(5, 4, 2, 64, 320, torch.device("cpu"))
+    assert [plan.launch_of(spans) for spans in (1, 2, 4, 5)] == [FEW, FEW, FEW, MANY]
+    assert [plan.launch_of(spans, of_product=True) for spans in (1, 2, 4, 5)] == [FEW, SOME, SOME, MANY]
+
+
 def test_a_sequence_has_the_same_bits_alone_as_in_company():
     """A fixed chunk_scale, one program or more than there are tiles."""
     heads, kv_heads, dim = 4, 2, 64
     q, kv, batch = problem(heads, kv_heads, dim, 16, [200, 130, 300], [1, 1, 1])
     plan = make_plan(3, heads, kv_heads, dim, 320, q.device, chunk_scale=1)
-    assert plan.launch_of(3) == FEW
+    assert plan.launch_of(3) == plan.launch_of(3, of_product=True) == FEW
     plan_decode(plan, batch.rows, batch.kv_lens)
     together = paged_decode(q, kv, batch.page_table, plan, scale=dim**-0.5)
     for one in range(3):

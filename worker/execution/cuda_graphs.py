@@ -161,7 +161,7 @@ class DecodeGraphs:
         new_pages: NewPages = NO_PAGES,
     ) -> StepOutcome:
         """Queues one decode step. new_pages: at most `page_room`."""
-        size = self._size(rows)
+        size = self._size(kv_lens)
         graph = self._graph(size, with_filters) if self._captures else None  # may capture, so first
         with self._buffers.next() as buffer:
             self._send(buffer, rows, kv_lens, size, new_pages)
@@ -181,7 +181,7 @@ class DecodeGraphs:
         All three are overwritten by the next run. For rows that something other than the kernel draws; the
         first step of a size captures its graph.
         """
-        count, size = len(rows), self._size(rows)
+        count, size = len(rows), self._size(kv_lens)
         graph = self._forward_graph(size) if self._captures else None
         with self._buffers.next() as buffer:
             self._send(buffer, rows, kv_lens, size, new_pages)
@@ -254,9 +254,12 @@ class DecodeGraphs:
             return partial(decode.attend_product, scale=scale)
         return self._model.stored_first(positions, slots, partial(decode.attend, scale=scale))
 
-    def _size(self, rows: Sequence[int]) -> int:
-        size = padded_size(len(rows), self.sizes)
-        assert size is not None, f"no graph holds {len(rows)} rows"
+    def _size(self, kv_lens: Sequence[int]) -> int:
+        least = 1
+        if isinstance(self._decode, ProductDecode):
+            least = min(self._decode.least_size(kv_lens, self._tables.kv[0]), self.sizes[0])
+        size = padded_size(max(len(kv_lens), least), self.sizes)
+        assert size is not None, f"no graph holds {len(kv_lens)} rows"
         return size
 
     def _send(
