@@ -114,10 +114,10 @@ def add_product(
 
 
 def runs_beside(weight: Tensor, *, gated: bool = False, adds: bool = False) -> bool:
-    """Whether products of 17 to 64 rows with this weight may run on several streams at once. Kernels whose
+    """Whether products of 17 to 128 rows with this weight may run on several streams at once. Kernels whose
     programs share a tile may not: they count who has arrived, in one place for all launches.
     """
-    for num_rows in (32, 64):
+    for num_rows in (32, 64, 128):
         x = torch.empty(num_rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
         ring = ring_launch(x, weight, gated=gated, adds=adds)
         if ring is not None and ring.splits > 1:

@@ -22,7 +22,7 @@ from worker.model.toy import toy_config, toy_model
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
 MOST, PAGE, CONTEXT = 256, 16, 128
-SIZES = {72: 2, 128: 2, 136: 3, 192: 3}  # rows, and groups
+SIZES = {72: 2, 128: 2, 136: 3, 192: 3, 200: 2, 256: 2}  # rows, and groups
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ class Steps:
 def test_groups_are_taken_where_they_were_measured(small_layers: Model) -> None:
     fused = FusedModel(small_layers)
     assert {rows: fused.num_groups(rows) for rows in SIZES} == SIZES
-    assert [fused.num_groups(rows) for rows in (1, 64, 200, 257)] == [1, 1, 1, 1]
+    assert [fused.num_groups(rows) for rows in (1, 64, 257)] == [1, 1, 1]
 
 
 def test_groups_are_no_worse_than_one_piece(small_layers: Model) -> None:

@@ -23,6 +23,13 @@ CASES = {  # launch; rows, outputs, width
     "fours": (SlicedLaunch(), 50, 1024, 3072),
     "fours of eight warps": (SlicedLaunch(warps=8), 2, 128, 2048),
     "eights": (SlicedLaunch(programs=8), 33, 1024, 1024),
+    "fours of many rows": (SlicedLaunch(), 100, 1024, 2048),
+    "eights of large tiles and many rows": (
+        SlicedLaunch(outputs=128, programs=8, warps=8),
+        128,
+        1024,
+        3072,
+    ),
     "large tiles": (SlicedLaunch(outputs=128, warps=8), 5, 256, 1024),
 }
 

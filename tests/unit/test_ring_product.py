@@ -123,3 +123,14 @@ def test_it_compiles_here_and_in_a_process(run_on_absent_gpu: Callable[[str], li
     assert is_together == "True", "a slot is told to be free that the other warp group still reads"
     assert int(room) >= 0, "sums change their layout in the memory of the barriers"
     assert compiled == "[True] ['ring_kernel']"
+
+
+def test_of_many_rows_those_of_small_layers_are_taken_but_for_the_head():
+    """In a ring that leaves room for 128 rows of the input."""
+    shapes = {**{f"small {name}": shape for name, shape in QWEN_06B.items()}, **LLAMA_8B}
+    for name, (outputs, width, gated, adds) in shapes.items():
+        launch = choose_launch(outputs, width, gated=gated, adds=adds, num_rows=65)
+        assert (launch is not None) == (name in ("small qkv", "small gate and up")), name
+        if launch is not None:
+            turn = 2 * launch.block * (launch.outputs * (2 if gated else 1) + 128)
+            assert launch.stages * turn <= 227 << 10

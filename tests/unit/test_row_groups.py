@@ -6,12 +6,13 @@ import torch
 from worker.execution.row_groups import ALIGNED, Branches, group_slices
 
 
+@pytest.mark.parametrize("most", [64, 128])
 @pytest.mark.parametrize("num_rows", range(65, 257))
-def test_groups_hold_every_row_once_and_none_more_than_an_even_share_allows(num_rows: int) -> None:
-    slices = group_slices(num_rows, -(-num_rows // 64))
+def test_groups_hold_every_row_once_and_none_more_than_an_even_share_allows(num_rows: int, most: int) -> None:
+    slices = group_slices(num_rows, -(-num_rows // most))
     assert [row for at in slices for row in range(num_rows)[at]] == list(range(num_rows))
     sizes = [at.stop - at.start for at in slices]
-    assert max(sizes) <= 64
+    assert max(sizes) <= most
     assert max(sizes) - min(sizes) <= 3 * ALIGNED
     assert all(at.start % ALIGNED == 0 for at in slices)
 

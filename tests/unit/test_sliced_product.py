@@ -126,3 +126,17 @@ def test_it_compiles_here_and_in_a_process(run_on_absent_gpu: Callable[[str], li
     assert gated == f"2 {2 * (128 + 64) * 512}"
     assert refused == "264704 bytes of sums over 163840 of weight and input"
     assert compiled == "[True] ['sliced_kernel']"
+
+
+def test_of_many_rows_those_that_add_to_a_residual_are_taken_alone():
+    """With room for 128 rows of the input beside a program's weight."""
+    for name, shape in QWEN_06B.items():
+        outputs, width, gated, adds = shape
+        launch = choose_launch(outputs, width, gated=gated, adds=adds, num_rows=65)
+        assert (launch is not None) == adds, name
+        if launch is not None:
+            assert 2 * (launch.outputs + 128) * width // launch.programs <= SHARED_BYTES
+    assert all(
+        choose_launch(outputs, width, gated=gated, adds=adds, num_rows=128) is None
+        for outputs, width, gated, adds in LLAMA_8B.values()
+    )

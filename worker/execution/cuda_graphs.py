@@ -102,9 +102,8 @@ class DecodeGraphs:
         self._hidden = torch.zeros(max_batch, width, dtype=dtype, device=device)
         self._decode = backend.static_decode(tables.page_table, max_batch)
         most = max(map(model.num_groups, self.sizes)) if isinstance(self._decode, ProductDecode) else 1
-        self._of_groups = [
-            backend.static_decode(tables.page_table, PRODUCT_ROWS) for _ in range(most if most > 1 else 0)
-        ]
+        groups = range(most if most > 1 else 0)
+        self._of_groups = [backend.static_decode(tables.page_table, 2 * PRODUCT_ROWS) for _ in groups]
         self._branches = Branches(most, device)
         self._scratch: SampleScratch = make_scratch(max_batch, config.vocab_size, device)
         self._is_finite = self._scratch.is_finite.view(torch.int8)

@@ -12,7 +12,7 @@ from worker.scheduling.step import Step
 
 SMALLEST = 16  # tokens
 DECODE_CONTEXT = 640  # more than one chunk of decode attention
-MANY_PROMPTS = 64
+MANY_PROMPTS = 256
 """Up to so many tokens that are sampled the last layer's products have kernels by powers of two."""
 
 

@@ -37,8 +37,10 @@ what q and K go through) → [T, num_heads, head_dim]. Leaves K and V stored."""
 
 ADDING_ROWS = 4096
 """Rows from which the library's products add to the residual, so that the norm reads one tensor less."""
-BESIDE_ROWS = 192
-"""Of a step in groups at most: with more, four groups of 50 rows take as long as one piece."""
+BESIDE_ROWS = 256
+"""Of a step in groups at most, as far as measured."""
+MOST_GROUPS = 3
+"""Of at most as many rows as run in a chain alone; larger steps are groups of up to twice as many."""
 BESIDE_BYTES = 48 << 20
 """Of a layer's weights, at most, where groups of rows run side by side: each reads them, out of a cache."""
 
@@ -61,7 +63,7 @@ class OwnRows:
     chain: int  # a whole decode step
     gated: int  # the product with the activation in it, and the head, beside the library's others
     dependent: int  # a step whose kernels of ours may begin before the last one has ended
-    beside: int = 0  # a step in groups of at most `chain` rows, side by side
+    beside: int = 0  # a step in groups of rows, side by side
 
     @classmethod
     def of(cls, model: Model) -> "OwnRows":
@@ -101,7 +103,10 @@ class FusedModel:
     def num_groups(self, num_rows: int) -> int:
         """Groups of rows of a decode step that gain by running side by side, each `through_layers`."""
         own = self._own_rows
-        return -(-num_rows // own.chain) if own.chain < num_rows <= own.beside else 1
+        if not own.chain < num_rows <= own.beside:
+            return 1
+        groups = -(-num_rows // own.chain)
+        return groups if groups <= MOST_GROUPS else -(-num_rows // (2 * own.chain))
 
     def decode(self, residual: Tensor, kv: Sequence[KvLayer], attend: AttendProduct) -> Tensor:
         """A decode step: logits [T, vocab_size] of all rows. residual as in `forward`."""
