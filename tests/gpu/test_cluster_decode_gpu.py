@@ -104,7 +104,7 @@ def test_a_broken_row_has_no_numbers_and_the_others_theirs(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("attend", [DecodeProblem.by_one, DecodeProblem.by_two_kernels])
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
-def test_delays_change_no_bit(
+def test_delays_change_no_bit_in_a_graph(
     launch: ClusterLaunch,
     attend: Callable[[DecodeProblem, KvLayer, DecodePlan], Tensor],
     monkeypatch: pytest.MonkeyPatch,
