@@ -102,6 +102,11 @@ def test_padding_changes_no_real_row_and_no_managed_page() -> None:
     assert given.tokens.ids[ROWS, 0] == 0, "the dummy row feeds token 0"
 
 
+def test_a_row_with_products_of_its_own_takes_no_larger_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonStaticDecode, "least_size", lambda self, kv_lens, kv: 2)
+    assert setting(OwnRows(1, 0, 0)).graphs._size([3]) == 1
+
+
 @pytest.mark.parametrize(("least", "size"), [(1, 1), (2, 2), (16, ROWS)])
 def test_a_batch_takes_a_larger_graph_where_attention_asks_for_one(
     least: int, size: int, monkeypatch: pytest.MonkeyPatch

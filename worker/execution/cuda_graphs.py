@@ -255,7 +255,8 @@ class DecodeGraphs:
 
     def _size(self, kv_lens: Sequence[int]) -> int:
         least = 1
-        if isinstance(self._decode, ProductDecode):
+        # With e4m3 weights one row may go by products of its own: two would take longer than attention gains.
+        if self._model.is_own(2) and isinstance(self._decode, ProductDecode):
             least = min(self._decode.least_size(kv_lens, self._tables.kv[0]), self.sizes[0])
         size = padded_size(max(len(kv_lens), least), self.sizes)
         assert size is not None, f"no graph holds {len(kv_lens)} rows"
