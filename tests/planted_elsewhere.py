@@ -17,6 +17,9 @@ HUB, STORE, SUPERVISOR = (
 )
 
 
+CHANNELS, TURNS = "worker/channels.py", "worker/link/turns.py"
+
+
 def _unit(*names: str) -> tuple[str, ...]:
     return tuple(f"tests/unit/test_{name}.py" for name in names)
 
@@ -140,5 +143,19 @@ ELSEWHERE = [
         "event.code == 0 and",
         "event.code == 77 and",
         _unit("cli_supervisor"),
+    ),
+    Fault(
+        "nobody serves a lent link whose borrower is held up",
+        TURNS,
+        "                stand_in()",
+        "                pass",
+        _unit("lent_link"),
+    ),
+    Fault(
+        "an engine that sleeps in the lent link misses another thread's command",
+        CHANNELS,
+        "if poke is not None and threading.get_ident() != self._reader:",
+        "if poke is not None and threading.get_ident() == self._reader:",
+        _unit("lent_link", "worker_channels"),
     ),
 ]
