@@ -27,7 +27,7 @@ CASES = {  # launch; rows, outputs, width
     "eights of large tiles and many rows": (
         SlicedLaunch(outputs=128, programs=8, warps=8),
         128,
-        1024,
+        512,
         3072,
     ),
     "large tiles": (SlicedLaunch(outputs=128, warps=8), 5, 256, 1024),
