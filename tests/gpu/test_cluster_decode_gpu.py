@@ -21,11 +21,11 @@ pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
 LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 257, 1023, 1024, 1025, 2049, 5000]
 """Of one warp's turn, of all warps' and of a cluster's: at the edges of each."""
-LAUNCHES = [
-    ClusterLaunch(),
-    ClusterLaunch(programs=8),
-    ClusterLaunch(programs=8, warps=8),
-    ClusterLaunch(4, 8),
+CASES = [  # heads, KV heads, head_dim; launch
+    ((16, 8, 128), ClusterLaunch()),
+    ((32, 8, 128), ClusterLaunch(programs=8, warps=8)),
+    ((8, 8, 64), ClusterLaunch()),
+    ((16, 2, 64), ClusterLaunch(programs=4, warps=8)),
 ]
 
 
@@ -51,8 +51,7 @@ def plain(problem: DecodeProblem, kv: KvLayer, q: Tensor, dtype: torch.dtype) ->
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
-@pytest.mark.parametrize("shape", [(16, 8, 128), (32, 8, 128), (8, 8, 64), (16, 2, 64)], ids=str)
+@pytest.mark.parametrize(("shape", "launch"), CASES, ids=str)
 def test_lengths_at_every_edge_are_no_worse_than_plain_torch(
     shape: tuple[int, int, int], launch: ClusterLaunch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,10 +69,8 @@ def test_lengths_at_every_edge_are_no_worse_than_plain_torch(
         )
 
 
-@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
-@pytest.mark.parametrize(
-    ("shape", "with_norm"), [((16, 8, 128), True), ((32, 8, 128), False), ((8, 8, 64), True)]
-)
+@pytest.mark.parametrize("with_norm", [True, False])
+@pytest.mark.parametrize(("shape", "launch"), CASES[:3], ids=str)
 def test_from_the_product_it_leaves_what_two_kernels_do(
     shape: tuple[int, int, int], with_norm: bool, launch: ClusterLaunch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,8 +100,9 @@ def test_a_broken_row_has_no_numbers_and_the_others_theirs(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("attend", [DecodeProblem.by_one, DecodeProblem.by_two_kernels])
-@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
+@pytest.mark.parametrize(("shape", "launch"), CASES[:2], ids=str)
 def test_delays_change_no_bit_in_a_graph(
+    shape: tuple[int, int, int],
     launch: ClusterLaunch,
     attend: Callable[[DecodeProblem, KvLayer, DecodePlan], Tensor],
     monkeypatch: pytest.MonkeyPatch,
@@ -115,7 +113,7 @@ def test_delays_change_no_bit_in_a_graph(
 
     taken(monkeypatch, launch)
     monkeypatch.setattr(launcher, "_compiled", {})
-    problem = DecodeProblem((16, 8, 128), 16, [700], with_norm=True, dtype=torch.bfloat16, device=DEVICE)
+    problem = DecodeProblem(shape, 16, [700], with_norm=True, dtype=torch.bfloat16, device=DEVICE)
     kv, plan = copied(problem.kv), problem.plan()
     expected = attend(problem, kv, plan)
     wrong, graph = torch.zeros((), dtype=torch.int64, device=DEVICE), torch.cuda.CUDAGraph()
