@@ -129,6 +129,15 @@ def take_begun() -> CompileProcesses | None:
     return _begun.pop() if _begun else None
 
 
+def close_begun(*, is_needless: bool) -> None:
+    """Ends what was begun and not taken; `is_needless`: the next such start begins none."""
+    if (processes := take_begun()) is None:
+        return
+    if is_needless:
+        processes.mark_compiled()
+    processes.close()
+
+
 def follow_parent() -> None:
     """This process is killed when the one that began it ends, and not by a Ctrl-C for all of a group."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

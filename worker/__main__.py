@@ -79,12 +79,16 @@ def _import_all(config: WorkerConfig) -> None:
 
 
 def begin_compilers(config: WorkerConfig) -> None:
-    """Where the kernels of this start are ours, and not compiled yet."""
-    backend = config.attention_backend
-    if backend == "triton" or (backend == "auto" and find_spec("flashinfer") is None):
+    """Where the kernels of this start may be ours, and were not compiled yet.
+
+    That FlashInfer is installed says nothing: until its own kernels are compiled `auto` takes ours. Which it
+    is, is known when it is imported, too late to begin.
+    """
+    if config.attention_backend in ("triton", "auto"):
+        has_other = config.attention_backend == "auto" and find_spec("flashinfer") is not None
         shape = (config.model, config.dtype, config.weight_dtype, config.kv_dtype, config.deterministic)
         limits = (config.page_size, config.max_running, config.max_batch_tokens, config.max_context)
-        begin_if_cold(KERNEL_MODULES, repr((shape, limits)))
+        begin_if_cold(KERNEL_MODULES, repr((shape, limits, has_other)))
 
 
 def _run(config: WorkerConfig) -> int:

@@ -16,7 +16,7 @@ from typing import cast
 
 import torch
 
-from kernels.compile_processes import take_begun
+from kernels.compile_processes import close_begun
 from kernels.cpu.library import cpu_library
 from kernels.fp8 import E4M3
 from kvatlas.models.files import ModelFiles
@@ -123,11 +123,13 @@ class TorchDevice:
             because=choice.reason,
         )
         make = _runner(choice, device, deterministic=config.deterministic)
+        is_made = False
         try:
-            return make(model, backend, runner_config, device)
+            runner = make(model, backend, runner_config, device)
+            is_made = True
         finally:
-            if (processes := take_begun()) is not None:  # for kernels that this runner does not have
-                processes.close()
+            close_begun(is_needless=is_made)  # for kernels that this runner does not have
+        return runner
 
 
 def _runner(choice: Choice, device: torch.device, *, deterministic: bool) -> Callable[..., Runner]:

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 from triton import knobs
 
 from kernels import compile_processes
-from kernels.compile_processes import CompileProcesses, begin_if_cold, take_begun
+from kernels.compile_processes import CompileProcesses, begin_if_cold, close_begun, take_begun
 from kernels.config import triton_cache_folder
 from worker import __main__ as start
 from worker.config import from_args
@@ -267,8 +267,9 @@ def shapes_begun(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[str]:
     ("arguments", "has_flashinfer", "count"),
     [
         ((), False, 1),
-        ((), True, 0),  # auto may take it
+        ((), True, 1),  # auto takes ours where its kernels are not compiled
         (("--attention-backend", "triton"), True, 1),
+        (("--attention-backend", "flashinfer"), True, 0),
         (("--attention-backend", "paged_cuda"), False, 0),
     ],
 )
@@ -277,6 +278,30 @@ def test_a_worker_begins_them_for_kernels_of_its_own_only(
 ) -> None:
     monkeypatch.setattr(start, "find_spec", lambda name: object() if has_flashinfer else None)
     assert len(shapes_begun(monkeypatch, *arguments)) == count
+
+
+def test_what_was_begun_for_another_backends_start_is_ended_and_not_begun_again(cache: Path) -> None:
+    """A start that took FlashInfer needs none the next time; one that failed tells nothing."""
+    cache.mkdir()
+    close_begun(is_needless=True)  # nothing was begun
+    for is_needless in (False, True):
+        begin_if_cold([], "a")
+        [processes] = compile_processes._begun
+        close_begun(is_needless=is_needless)
+        assert take_begun() is None
+        assert processes._process.returncode is not None
+        assert began("a") != is_needless
+
+
+def test_a_mark_made_beside_flashinfer_says_nothing_of_a_start_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = [object()]
+    monkeypatch.setattr(start, "find_spec", lambda name: there[0])
+    beside = shapes_begun(monkeypatch)
+    assert shapes_begun(monkeypatch, "--attention-backend", "triton") != beside
+    there[0] = None
+    assert shapes_begun(monkeypatch) != beside
 
 
 def test_what_kernels_depend_on_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
