@@ -182,7 +182,8 @@ def test_a_prompt_in_chunks_is_computed_once(sharing: bool, cache_write: bool, o
 
 @BOTH
 def test_pieces_of_a_long_prompt_shrink_with_its_context_beside_running_sequences(overlap: bool) -> None:
-    """Attention makes late pieces dear: half a step at the start, a fifth at four times the doubling context.
+    """Attention makes late pieces dear: half a step at the start, those who run counted with it, a fifth at
+    four times the doubling context.
 
     Alone the same prompt takes whole steps, and so does beside others a prompt that fits in one.
     """
@@ -211,9 +212,13 @@ def test_pieces_of_a_long_prompt_shrink_with_its_context_beside_running_sequence
     assert pieces(0) == [64, 64, 2]
     assert pieces(1, 60) == [60]
     beside = pieces(1)
-    assert beside[:5] == [32, 21, 14, 12, 10]
+    assert beside[:5] == [31, 21, 15, 12, 10]
     assert beside == sorted(beside, reverse=True)
     assert sum(beside) == 130
+    assert pieces(3)[0] == 29
+    # A limit of pieces is halved by itself; it does not pay for those who run as well.
+    settings["max_chunk_tokens"] = 8
+    assert pieces(3)[:3] == [4, 4, 4]
 
 
 @BOTH

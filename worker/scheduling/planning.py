@@ -17,7 +17,8 @@ from worker.scheduling.step_builder import Plan, PromptSpan, StepBuilder
 from worker.stats import WaitReason
 
 # Of the longest piece, beside running sequences: at least, however long the context, as steps have costs of
-# their own; at most, for a piece that leaves its prompt unfinished: two more steps, each shorter.
+# their own; at most, for a piece that leaves its prompt unfinished, the running sequences counted with it: a
+# few more steps, each shorter.
 LEAST_SHARE, UNFINISHED_SHARE = 1 / 32, 1 / 2
 
 
@@ -136,16 +137,20 @@ class Planner:
 
         Attention makes late tokens of a long prompt dear: as many as at its beginning would keep the
         sequences beside them waiting. With nobody beside them they may. A prompt of several pieces takes
-        many steps in any case, so its first ones need not be the longest of all.
+        many steps in any case, so its first ones need not be the longest of all: with the running sequences
+        they make steps of 1,024 tokens where the largest has 2,048, which one CUDA graph holds.
         """
-        config = self._books.config
+        config, num_running = self._books.config, len(self._books.batch)
         longest = config.max_chunk_tokens or config.max_step_tokens
-        if not config.doubling_context or not len(self._books.batch):
+        if not config.doubling_context or not num_running:
             return longest
-        share = max(LEAST_SHARE, config.doubling_context / (config.doubling_context + start))
-        if longest * share < len(sequence.tokens) - start:
-            share = min(share, UNFINISHED_SHARE)
-        return max(1, int(longest * share))
+        least = max(1, int(longest * LEAST_SHARE))
+        share = config.doubling_context / (config.doubling_context + start)
+        piece = max(least, int(longest * share))
+        if piece < len(sequence.tokens) - start:
+            half = min(longest * UNFINISHED_SHARE, config.max_step_tokens * UNFINISHED_SHARE - num_running)
+            piece = min(piece, max(least, int(half)))
+        return piece
 
     def _extend(self, plan: Plan, span: PromptSpan, num_tokens: int) -> int:
         """Makes a span longer by at most so many tokens, as far as there are pages; by how many."""
