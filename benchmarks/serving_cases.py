@@ -279,17 +279,37 @@ def long_prompt_case(bench: Bench) -> list[dict[str, Any]]:
         "during_ms": percentiles(during),
         "p99_during_over_usual": _over(during, usual),
         "p99_of_whole_streams_over_usual": _over(gaps_ms(others, after=begun), usual),
+        "tokens_per_message_during": _tokens_per_message(others, arrival, served),
         "largest_of_one_stream": _largest(others[0], arrival, served),
     }
     return [row]
 
 
 def _largest(answer: Answer, since: int, until: int, count: int = 5) -> list[dict[str, float]]:
-    """The longest gaps of a stream within a time, in its order: when each ended, and how long it was."""
-    pairs = zip(answer["times"], answer["times"][1:], strict=False)
-    gaps = [(this - since, this - last) for last, this in pairs if since <= this <= until]
+    """The longest gaps of a stream within a time, in its order: when each ended, how long it was, and the
+    tokens of the message behind it: of two, it was two steps.
+    """
+    times, counts = answer["times"], answer["counts"]
+    gaps = [
+        (this - since, this - last, tokens)
+        for last, this, tokens in zip(times, times[1:], counts[1:], strict=False)
+        if since <= this <= until
+    ]
     longest = sorted(gaps, key=lambda gap: gap[1])[-count:]
-    return [{"at_ms": round(at / 1e6, 1), "ms": round(gap / 1e6, 1)} for at, gap in sorted(longest)]
+    return [
+        {"at_ms": round(at / 1e6, 1), "ms": round(gap / 1e6, 1), "tokens": tokens}
+        for at, gap, tokens in sorted(longest)
+    ]
+
+
+def _tokens_per_message(answers: list[Answer], since: int, until: int) -> float | None:
+    counts = [
+        tokens
+        for answer in answers
+        for at, tokens in zip(answer["times"], answer["counts"], strict=True)
+        if since <= at <= until
+    ]
+    return round(sum(counts) / len(counts), 3) if counts else None
 
 
 def _short(bench: Bench, tokens: int, seed: int) -> Workload:

@@ -43,6 +43,8 @@ def test_every_case_of_the_served_path_gives_its_figures(tmp_path: Path) -> None
     for gap in long_prompt["largest_of_one_stream"]:
         assert 0 <= gap["at_ms"] <= long_prompt["first_token_ms_of_the_long_prompt"] + 0.1
         assert 0 < gap["ms"] <= long_prompt["during_ms"]["max"] + 0.1
+        assert gap["tokens"] >= 1
+    assert long_prompt["tokens_per_message_during"] >= 1
 
 
 @pytest.mark.slow
