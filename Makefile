@@ -2,12 +2,13 @@
 #
 # VENV names the environment; every verb makes it, and brings it up to date when pyproject.toml changes.
 # TORCH is what pip is asked for; a machine with its own build of torch can name that. JOBS is how many
-# tests run at once.
+# tests run at once, for two cores one more: many wait for servers, browsers and clocks. MARKS says which.
 
 VENV  ?= .venv
 TORCH ?= torch==2.13.0
 PYTHON3 ?= python3
-JOBS  ?= 2
+JOBS  ?= 3
+MARKS ?= not gpu and not slow
 
 PYTHON := $(VENV)/bin/python
 # On a terminal pip shows how far it is; elsewhere it only tells of errors.
@@ -55,7 +56,7 @@ down:  ## ends them in order; what they have kept stays
 	@$(COMPOSE) down
 
 test: $(DEV)  ## what needs neither a GPU nor patience
-	@$(TEST_ENV) $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal -m "not gpu and not slow" $(PYTEST_ARGS)
+	@$(TEST_ENV) $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal -m "$(MARKS)" $(PYTEST_ARGS)
 
 test-all: $(DEV)  ## all that this machine can run
 	@$(TEST_ENV) $(PYTHON) -m pytest -q $(PYTEST_ARGS)
