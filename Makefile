@@ -2,18 +2,26 @@
 #
 # VENV names the environment; every verb makes it, and brings it up to date when pyproject.toml changes.
 # TORCH is what pip is asked for; a machine with its own build of torch can name that. JOBS is how many
-# tests run at once.
+# tests run at once, for two cores one more: many wait for servers, browsers and clocks. MARKS says which.
 
 VENV  ?= .venv
 TORCH ?= torch==2.13.0
 PYTHON3 ?= python3
-JOBS  ?= 2
+JOBS  ?= 3
+MARKS ?= not gpu and not slow
 
 PYTHON := $(VENV)/bin/python
 # On a terminal pip shows how far it is; elsewhere it only tells of errors.
 PIP    := $(PYTHON) -m pip --disable-pip-version-check --no-input $(shell test -t 2 || echo -qq)
 READY  := $(VENV)/.kvatlas
 DEV    := $(VENV)/.kvatlas-dev
+# uv finds and unpacks a hundred packages in a sixth of pip's time. torch stays pip's: uv takes the one that is
+# there, and knows neither pip's settings nor a build of torch that they lead to. hatchling wants editables for
+# -e and says so to pip alone. Where uv reaches no index, pip installs the rest too.
+QUIET  := $(shell test -t 2 || echo -q)
+INSTALL = $(PIP) install --no-compile "$(TORCH)" "uv>=0.9,<1" && \
+  { $(PYTHON) -m uv pip install $(QUIET) --python $(PYTHON) editables -e '.[$(1)]' || \
+    { echo "uv could not, so pip does it"; $(PIP) install --no-compile -e '.[$(1)]'; }; }
 
 # A checkout runs without being installed: protos/ holds the package kvatlas.
 export PYTHONPATH := $(CURDIR)/protos
@@ -48,7 +56,7 @@ down:  ## ends them in order; what they have kept stays
 	@$(COMPOSE) down
 
 test: $(DEV)  ## what needs neither a GPU nor patience
-	@$(TEST_ENV) $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal -m "not gpu and not slow" $(PYTEST_ARGS)
+	@$(TEST_ENV) $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal -m "$(MARKS)" $(PYTEST_ARGS)
 
 test-all: $(DEV)  ## all that this machine can run
 	@$(TEST_ENV) $(PYTHON) -m pytest -q $(PYTEST_ARGS)
@@ -113,6 +121,7 @@ clean:  ## remove the environment and all caches
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache examples/node/node_modules
 
 # The environment of `make demo` has no tools; the one of all other verbs does, and serves the demo too.
+# Neither is compiled here: Python compiles what is imported when it first is, a small part of all.
 
 $(PYTHON):
 	@echo "making $(VENV)"
@@ -120,12 +129,10 @@ $(PYTHON):
 
 $(DEV): pyproject.toml | $(PYTHON)
 	@echo "installing torch, kvatlas and the tools (once)"
-	@$(PIP) install "$(TORCH)"
-	@$(PIP) install -e '.[dev]'
+	@$(call INSTALL,dev)
 	@touch $(READY) $(DEV)
 
 $(READY): pyproject.toml | $(PYTHON)
 	@if [ -f $(DEV) ]; then $(MAKE) --no-print-directory $(DEV); else \
 	  echo "installing torch and kvatlas (once)"; \
-	  $(PIP) install "$(TORCH)" && \
-	  $(PIP) install -e '.[all]' && touch $(READY); fi
+	  $(call INSTALL,all) && touch $(READY); fi

@@ -22,7 +22,7 @@ from kvatlas.client.sync import Client
 ROOT = Path(__file__).resolve().parents[2]
 NODE_FOLDER = ROOT / "examples" / "node"
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.clients]
 
 
 def run(command: list[str], **environment: str) -> "subprocess.CompletedProcess[str]":

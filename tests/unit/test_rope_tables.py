@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from worker.model.hub_rope import read_rope
 from worker.model.rope import RopeConfig, cos_sin_table, frequencies
@@ -49,6 +48,9 @@ def resolved(**changes: Any) -> RopeConfig:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tables_equal_transformers(variant: str) -> None:
     """B099: cosines and sines at 0, 1, original - 1, original and 4 * original - 1."""
+    # Takes seconds to import: here, or each process would as it collects tests.
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     theirs = LlamaRotaryEmbedding(
         transformers.LlamaConfig(
             **config(**VARIANTS[variant]), hidden_size=4 * HEAD_DIM, num_attention_heads=4, head_dim=HEAD_DIM
