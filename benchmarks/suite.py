@@ -1,12 +1,16 @@
 """Everything a GPU host shows, in one call: the GPU tests, then every measurement, each with its own limit.
 
     python -m benchmarks.suite
-    python -m benchmarks.suite --only peers startup-0.6b --budget 560
+    python -m benchmarks.suite --only peers-0.6b startup-0.6b --budget 560
+    python -m benchmarks.suite --gpus 2 --peers vllm mini_sglang --site vllm=/opt/vllm \\
+        --site mini_sglang=/opt/flashinfer:/opt/mini-sglang/python
 
 Tests need the device right, not alone: their files run in several processes at once. Measurements run one
-after another. A stage that fails or runs out of its time is named at the end and does not stop the others.
-What does not fit into the rest of `--budget` is not begun and named too. Output of a command: one file in
-`--logs`; its figures: the JSON that its benchmark writes. Ends with 1 if a stage failed.
+after another. With several GPUs each has a share of the cores to itself and takes the next stage when it is
+free; a command sees its own GPU alone. A stage that fails or runs out of its time is named at the end and
+does not stop the others. What does not fit into the rest of `--budget` is not begun and named too. What a
+command prints: one file in `--logs`; its figures: the JSON that it writes. Ends with 1 if a stage failed.
+What the stages are is in benchmarks/suite_stages.py.
 """
 
 import argparse
@@ -18,100 +22,52 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-SMALL, LARGE = "random:qwen3-0.6b", "random:llama-3.1-8b"
-VARIANTS = "kvatlas kvatlas_fp8_weights kvatlas_fp8_pages kvatlas_fp8 kvatlas_deterministic"
-PYTEST = "python -m pytest -v --tb=short -p no:cacheprovider --timeout 0 --maxfail 5"
-# As `make memcheck`: a read past a tensor would hit the next one of the caching allocator.
-MEMCHECK = (
-    "env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no"
-    " --target-processes all --error-exitcode 9 --launch-timeout 0"
-)
-EAGER = "not graph and not captured and not chain"  # graphs need the caching allocator
-TESTS = Path(__file__).resolve().parents[1] / "tests" / "gpu"
-# The longest first, so that none begins last.
-KERNEL_TESTS = ("attention", "sample_kernel", "paged_cuda", "small_kernels")
-MEMCHECKED = (
-    "attention",
-    "cluster_decode",
-    "decode_product",
-    "decode_stretches",
-    "ring_product",
-    "sample_kernel",
-    "sliced_product",
-    "small_kernels",
-)
-LONG_ENGINE_TESTS = ("engine", "fp8")
-AT_ONCE = 4  # processes of a stage of tests
+from benchmarks.suite_stages import Stage, stages
+
+BESIDE = "tests and other measurements on the host's other GPUs and cores"
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Commands by name, `at_once` of them at a time; seconds it takes on one H200 and may take."""
+class Lane:
+    """A GPU, by its number, and the cores that go with it; commands of a host's only lane may use all."""
 
-    name: str
-    commands: Mapping[str, str]
-    usual_s: int
-    limit_s: int
-    at_once: int = 1
+    gpu: int = 0
+    cores: str = ""  # as taskset takes them; empty: all
 
-
-def _engine_tests() -> list[str]:
-    """All that are not of kernels."""
-    there = {path.stem.removeprefix("test_").removesuffix("_gpu") for path in TESTS.glob("test_*_gpu.py")}
-    return [*LONG_ENGINE_TESTS, *sorted(there - {*LONG_ENGINE_TESTS, *KERNEL_TESTS})]
+    def words(self, command: str) -> list[str]:
+        """Of a command in this lane; `python` is this interpreter."""
+        found = [sys.executable if word == "python" else word for word in shlex.split(command)]
+        if self.cores:
+            found = ["env", f"CUDA_VISIBLE_DEVICES={self.gpu}", "taskset", "-c", self.cores, *found]
+        return found
 
 
-def _file(test: str) -> str:
-    return f"tests/gpu/test_{test}_gpu.py"
+def lanes(count: int) -> list[Lane]:
+    """So many GPUs, each with an even share of the cores that this process may use."""
+    if count == 1:
+        return [Lane()]
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // count)
+    return [
+        Lane(gpu, ",".join(map(str, cores[gpu * share : (gpu + 1) * share] or cores[-1:])))
+        for gpu in range(count)
+    ]
 
 
-def _tests(name: str, tests: Iterable[str], usual_s: int, limit_s: int) -> Stage:
-    commands = {f"{name}-{test}": f"{PYTEST} -m gpu {_file(test)}" for test in tests}
-    return Stage(name, commands, usual_s, limit_s, AT_ONCE)
-
-
-def _alone(name: str, command: str, usual_s: int, limit_s: int) -> Stage:
-    return Stage(name, {name: f"python -m benchmarks.{command}"}, usual_s, limit_s)
-
-
-def _memcheck(test: str) -> str:
-    return f"{MEMCHECK} {PYTEST} -m 'gpu and not slow' -k '{EAGER}' {_file(test)}"
-
-
-STAGES: tuple[Stage, ...] = (
-    _tests("tests-kernels", KERNEL_TESTS, 250, 590),
-    _tests("tests-engine", _engine_tests(), 300, 590),
-    Stage("memcheck", {f"memcheck-{test}": _memcheck(test) for test in MEMCHECKED}, 400, 590, AT_ONCE),
-    _alone("peers", f"peers --compare {SMALL} kvatlas vllm --compare {LARGE} kvatlas vllm", 330, 590),
-    _alone("startup-0.6b", f"startup --model {SMALL}", 60, 150),
-    _alone("startup-8b", f"startup --model {LARGE}", 90, 200),
-    _alone("serving", f"serving --model {SMALL}", 150, 300),
-    _alone("variants-0.6b", f"peers --compare {SMALL} {VARIANTS}", 140, 240),
-    _alone("variants-8b", f"peers --compare {LARGE} {VARIANTS}", 310, 480),
-    _alone("observation", f"observation --device cuda --model {SMALL}", 110, 240),
-    _alone("backends", "kernels.backends", 150, 300),
-)
-
-
-def arguments(command: str) -> list[str]:
-    """The words of a command; `python` is this interpreter."""
-    return [sys.executable if word == "python" else word for word in shlex.split(command)]
-
-
-def run(command: str, log: Path, limit_s: float) -> str:
+def run(words: Sequence[str], log: Path, limit_s: float) -> str:
     """Runs a command in a process group of its own; how it ended: ok, failed (n), or over time."""
     if limit_s <= 0:
         return "over time"
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            arguments(command), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -128,19 +84,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def run_stage(stage: Stage, logs: Path, limit_s: float) -> str:
+def run_stage(stage: Stage, lane: Lane, logs: Path, limit_s: float) -> str:
     """ok, or what became of each command that is not; then what pytest counted, over all commands."""
     deadline = time.monotonic() + limit_s
+
+    def outcome_of(name: str) -> str:
+        return run(lane.words(stage.commands[name]), logs / f"{name}.log", deadline - time.monotonic())
+
     with ThreadPoolExecutor(stage.at_once) as pool:
-        ends = {
-            name: pool.submit(
-                lambda name=name, command=command: run(
-                    command, logs / f"{name}.log", deadline - time.monotonic()
-                )
-            )
-            for name, command in stage.commands.items()
-        }
-    outcomes = {name: end.result() for name, end in ends.items()}
+        outcomes = dict(zip(stage.commands, pool.map(outcome_of, stage.commands), strict=True))
     bad = {name: outcome for name, outcome in outcomes.items() if outcome != "ok"}
     if len(stage.commands) == 1:
         text = next(iter(outcomes.values()))
@@ -161,36 +113,66 @@ def count_tests(logs: Iterable[Path]) -> dict[str, int]:
     return dict(total)
 
 
-def run_all(stages: Sequence[Stage], logs: Path, budget_s: float) -> dict[str, str]:
-    """The outcome of each stage by name; a line is printed as each begins and ends."""
-    logs.mkdir(parents=True, exist_ok=True)
-    outcomes = {}
-    began = time.monotonic()
-    for number, stage in enumerate(stages, 1):
-        left = budget_s - (time.monotonic() - began)
-        if left < stage.usual_s:
-            outcomes[stage.name] = f"not begun: takes {stage.usual_s} s, {max(left, 0):.0f} s left"
-            continue
-        print(f"[{number}/{len(stages)}] {stage.name}: {'; '.join(stage.commands)}", flush=True)
-        start = time.monotonic()
-        outcome = run_stage(stage, logs, min(stage.limit_s, left))
-        outcomes[stage.name] = f"{outcome} after {time.monotonic() - start:.0f} s"
-        print(f"    {outcomes[stage.name]}", flush=True)
-    return outcomes
+class Suite:
+    """Stages that lanes take in turn."""
+
+    def __init__(self, todo: Sequence[Stage], logs: Path, budget_s: float) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        self.outcomes: dict[str, str] = {}
+        self._names = [stage.name for stage in todo]
+        self._waiting = deque(todo)
+        self._logs = logs
+        self._deadline = time.monotonic() + budget_s
+        self._lock = threading.Lock()  # of what waits, of the outcomes and of what is printed
+
+    def run(self, lane: Lane) -> None:
+        """Takes stages until none is left; a line is printed as each begins and ends."""
+        while (stage := self._next()) is not None:
+            began = time.monotonic()
+            outcome = run_stage(stage, lane, self._logs, min(stage.limit_s, self._deadline - began))
+            with self._lock:
+                self.outcomes[stage.name] = f"{outcome} after {time.monotonic() - began:.0f} s"
+                self._say(stage.name, self.outcomes[stage.name])
+
+    def _next(self) -> Stage | None:
+        with self._lock:
+            while self._waiting:
+                stage, left = self._waiting.popleft(), max(0.0, self._deadline - time.monotonic())
+                if left >= stage.usual_s:
+                    self._say(stage.name, "; ".join(stage.commands))
+                    return stage
+                self.outcomes[stage.name] = f"not begun: takes {stage.usual_s} s, {left:.0f} s left"
+        return None
+
+    def _say(self, name: str, text: str) -> None:
+        print(f"[{self._names.index(name) + 1}/{len(self._names)}] {name}: {text}", flush=True)
+
+
+def run_all(todo: Sequence[Stage], logs: Path, budget_s: float, gpus: int = 1) -> dict[str, str]:
+    """The outcome of each stage by name, in the order of the stages."""
+    suite = Suite(todo, logs, budget_s)
+    with ThreadPoolExecutor(gpus) as pool:
+        for end in [pool.submit(suite.run, lane) for lane in lanes(gpus)]:
+            end.result()
+    return {stage.name: suite.outcomes[stage.name] for stage in todo}
 
 
 def main() -> int:
     """Runs what was asked for and prints a table of outcomes."""
-    names = [stage.name for stage in STAGES]
+    names = [stage.name for stage in stages()]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="in this order")
     parser.add_argument("--budget", type=float, default=3600, help="seconds of the whole run")
     parser.add_argument("--logs", type=Path, default=Path("suite-logs"))
+    parser.add_argument("--gpus", type=int, default=1, help="of this host, each with its share of the cores")
+    parser.add_argument("--peers", nargs="+", default=["vllm"], metavar="ENGINE", help="measured beside ours")
+    parser.add_argument("--site", action="append", default=[], metavar="ENGINE=PATHS", help="its packages")
     options = parser.parse_args()
-    by_name = {stage.name: stage for stage in STAGES}
-    outcomes = run_all([by_name[name] for name in options.only], options.logs, options.budget)
+    beside = BESIDE if options.gpus > 1 else ""
+    by_name = {stage.name: stage for stage in stages(options.peers, options.site, beside)}
+    outcomes = run_all([by_name[name] for name in options.only], options.logs, options.budget, options.gpus)
     width = max(map(len, outcomes))
     for name, outcome in outcomes.items():
         print(f"{name:<{width}}  {outcome}")

@@ -1,15 +1,18 @@
 """The suite ends whatever its stages do, and says what became of each."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import psutil
 import pytest
 
-from benchmarks.suite import STAGES, Stage, arguments, count_tests, run_all
+from benchmarks.suite import Lane, count_tests, lanes, run_all
+from benchmarks.suite_stages import MEMCHECKED, Stage, stages
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = [(name, command) for stage in STAGES for name, command in stage.commands.items()]
+COMMANDS = [(name, command) for stage in stages() for name, command in stage.commands.items()]
+arguments = Lane().words
 
 
 def stage(name: str, command: str, usual_s: int = 1, limit_s: int = 60) -> Stage:
@@ -47,6 +50,40 @@ def test_commands_of_a_stage_run_at_once_and_each_has_its_outcome(tmp_path: Path
     assert outcome.startswith("bad failed (1) [1 failed, 2 passed] after")
 
 
+def test_each_gpu_takes_stages_with_cores_of_its_own(tmp_path: Path) -> None:
+    """Two stages that wait for each other end only if two GPUs have them at once."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    tells = "python -c 'import os; print(os.environ[\"CUDA_VISIBLE_DEVICES\"], *os.sched_getaffinity(0))'"
+    meet = "sh -c 'touch {}; while [ ! -e {} ]; do sleep 0.05; done'"
+    todo = [
+        Stage("one", {"tells": tells, "meets": meet.format(here, there)}, 1, 60),
+        stage("other", meet.format(there, here)),
+        stage("later", tells),
+    ]
+    outcomes = run_all(todo, tmp_path / "logs", 120, gpus=2)
+    assert list(outcomes) == ["one", "other", "later"]
+    assert all(outcome.startswith("ok") for outcome in outcomes.values()), outcomes
+    gpu, *cores = (tmp_path / "logs" / "tells.log").read_text().split()
+    assert ",".join(cores) == lanes(2)[int(gpu)].cores
+    assert lanes(1) == [Lane()]
+
+
+def test_shares_of_the_cores_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(7)))
+    assert [lane.cores for lane in lanes(3)] == ["0,1", "2,3", "4,5"]
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {5})
+    assert [lane.cores for lane in lanes(2)] == ["5", "5"]  # better than none
+
+
+def test_peers_are_told_where_their_packages_are_and_what_runs_beside() -> None:
+    found = {stage.name: stage for stage in stages(["vllm"], ["vllm=/a", "mini_sglang=/b"], "others' tests")}
+    words = arguments(found["peers-0.6b"].commands["peers-0.6b"])
+    assert words[words.index("--compare") :] == [
+        *("--compare", "random:qwen3-0.6b", "kvatlas", "vllm"),
+        *("--site", "vllm=/a", "--also-running", "others' tests"),
+    ]
+
+
 def test_what_pytest_counted_is_added_up(tmp_path: Path) -> None:
     ends = [
         "== 173 passed, 29 skipped in 201.17s (0:03:21) ==",
@@ -71,7 +108,7 @@ def test_every_command_names_what_is_there(name: str, command: str) -> None:
 def test_every_gpu_test_is_in_one_stage_and_stages_fit_into_ten_minutes() -> None:
     tests = [
         word
-        for stage in STAGES
+        for stage in stages()
         if stage.name.startswith("tests-")
         for command in stage.commands.values()
         for word in arguments(command)
@@ -79,4 +116,10 @@ def test_every_gpu_test_is_in_one_stage_and_stages_fit_into_ten_minutes() -> Non
     ]
     there = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
     assert sorted(tests) == there
-    assert all(stage.usual_s < stage.limit_s <= 600 for stage in STAGES)
+    assert all(stage.usual_s < stage.limit_s <= 600 for stage in stages())
+
+
+def test_memcheck_takes_the_files_that_the_makefile_names() -> None:
+    verb = (ROOT / "Makefile").read_text().partition("memcheck: $(DEV)")[2]
+    named = re.findall(r"[a-z_]+", verb.partition("test_%_gpu.py,")[2].partition(")")[0])
+    assert sorted(named) == sorted(MEMCHECKED)
