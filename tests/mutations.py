@@ -4,8 +4,8 @@
     python -m tests.mutations --only salt      those whose name contains a word
     python -m tests.mutations --first          stop at the first kind of test that notices
 
-A fault that no longer fits the code is reported instead of silently planting nothing. The exit status is 1 if
-any fault survives.
+A fault that no longer fits the code is reported instead of silently planting nothing, and so are tests that
+fail without any: they would notice everything. The exit status is 1 if any fault survives.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from tests.planted_elsewhere import ELSEWHERE
@@ -50,13 +51,16 @@ KINDS: Mapping[str, Sequence[str]] = {  # of the control plane
 }
 
 
+FIXTURES = ("tests/conftest.py",)
+
+
 def plant(fault: Fault, folder: Path) -> None:
     """Replaces the text in the copy."""
     path = folder / fault.file
     text = path.read_text()
     found = text.count(fault.old)
     if found != 1:
-        raise LookupError(f"{fault.name}: its text occurs {found} times in {fault.file}, not once")
+        raise LookupError(f"its text occurs {found} times in {fault.file}, not once")
     path.write_text(text.replace(fault.old, fault.new))
 
 
@@ -66,7 +70,7 @@ def copy_tree(folder: Path, kinds: Mapping[str, Sequence[str]]) -> None:
     for name in ("worker", "protos", "kernels", "service"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", folder)
-    for paths in kinds.values():
+    for paths in (FIXTURES, *kinds.values()):
         for path in paths:
             source, target = ROOT / path, folder / path
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -89,10 +93,22 @@ def killer(folder: Path, paths: Sequence[str]) -> str:
     return found.group(1).removesuffix("::runTest")
 
 
-def try_fault(fault: Fault, stop_at_first: bool) -> dict[str, str]:
-    """Who noticed, by kind of test."""
+@cache
+def check_without_fault(paths: tuple[str, ...]) -> None:
+    """LookupError where tests fail in a copy that has no fault."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as name:
-        folder, kinds = Path(name), {"units": fault.tests} if fault.tests else KINDS
+        copy_tree(Path(name), {"units": paths})
+        if failed := killer(Path(name), paths):
+            raise LookupError(f"{failed} fails without any fault")
+
+
+def try_fault(fault: Fault, stop_at_first: bool) -> dict[str, str]:
+    """Who noticed, by kind of test; LookupError where that would say nothing."""
+    kinds = {"units": fault.tests} if fault.tests else KINDS
+    for paths in kinds.values():
+        check_without_fault(tuple(paths))
+    with tempfile.TemporaryDirectory(prefix="mutation-") as name:
+        folder = Path(name)
         copy_tree(folder, kinds)
         plant(fault, folder)
         found = {}
@@ -117,7 +133,7 @@ def main() -> int:
         try:
             found = try_fault(fault, arguments.first)
         except LookupError as error:
-            survivors.append(str(error))
+            survivors.append(f"{fault.name}: {error}")
             continue
         if not any(found.values()):
             survivors.append(fault.name)

@@ -17,7 +17,7 @@ HUB, STORE, SUPERVISOR = (
 )
 
 
-CHANNELS, TURNS = "worker/channels.py", "worker/link/turns.py"
+CHANNELS, TURNS, START = "worker/channels.py", "worker/link/turns.py", "worker/__main__.py"
 
 
 def _unit(*names: str) -> tuple[str, ...]:
@@ -157,5 +157,19 @@ ELSEWHERE = [
         "if poke is not None and threading.get_ident() != self._reader:",
         "if poke is not None and threading.get_ident() == self._reader:",
         _unit("lent_link", "worker_channels"),
+    ),
+    Fault(
+        "beside FlashInfer a first start compiles on threads",
+        START,
+        'if config.attention_backend in ("triton", "auto"):',
+        'if config.attention_backend == "triton":',
+        _unit("compile_processes"),
+    ),
+    Fault(
+        "a start beside FlashInfer says that ours were compiled",
+        START,
+        "repr((shape, limits, has_other))",
+        "repr((shape, limits))",
+        _unit("compile_processes"),
     ),
 ]

@@ -255,6 +255,12 @@ CONTROL_PLANE = [
         "num_decode + at for at, span in enumerate(spans)",
     ),
     Fault(
+        "the first pieces of a long prompt do not count who runs",
+        PLANNING,
+        "config.max_step_tokens * UNFINISHED_SHARE - num_running",
+        "config.max_step_tokens * UNFINISHED_SHARE",
+    ),
+    Fault(
         "needs no commit before a preemption",
         PLANNING,
         "            if books.in_flight:\n                return False",

@@ -1,11 +1,10 @@
 """Real Prometheus and Alertmanager beside a real server: data in all panels, sums in all scrapes, alerts."""
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import yaml
 
 from benchmarks.mixed_load import MixedLoad, Shape
-from benchmarks.observed import RULES, observe
+from benchmarks.observed import RULES, kill_worker_of, observe
 from deploy.prometheus.local import (
     Prometheus,
     missing_programs,
@@ -83,10 +82,7 @@ def test_every_panel_shows_data_and_every_scrape_adds_up(
     load.append(MixedLoad(server.address, Shape(64)))
     began = time.time_ns() / 1e9
     with running_prometheus(tmp_path, targets_of(server), rules=RULES) as prometheus:
-
-        def kill_worker() -> None:
-            os.kill(server.process_ids["worker"], signal.SIGKILL)
-
+        kill_worker = partial(kill_worker_of, server.process.pid)
         found = observe(prometheus, load[0], kill_worker, LOAD_SECONDS)
         generate_traced(server.address)
         wait_until(
