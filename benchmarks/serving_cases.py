@@ -258,14 +258,22 @@ def _poisson(bench: Bench, per_second: float) -> dict[str, Any]:
     }
 
 
-def long_prompt_case(bench: Bench) -> list[dict[str, Any]]:
-    """Streams in full decode, then one long prompt: their gaps before it, and until its first token."""
+def long_prompt_answers(bench: Bench) -> tuple[list[Answer], Answer, float]:
+    """Of the open streams and of the long prompt that comes while all decode, and the usual step before,
+    milliseconds.
+    """
     tokens = max(100, int(1200 * bench.scale))
-    length = int(LONG_PROMPT * bench.scale)
     quiet = bench.clients.send(requests_of(_short(bench, tokens, seed=7)))
     usual_step = percentile(gaps_ms(quiet), 0.5)
-    long_one = requests_of(bench.prompt(length, 8, 4), at=usual_step * tokens * 0.4 / 1000)
+    prompt = bench.prompt(int(LONG_PROMPT * bench.scale), 8, 4)
+    long_one = requests_of(prompt, at=usual_step * tokens * 0.4 / 1000)
     *others, last = bench.clients.send([*requests_of(_short(bench, tokens, seed=9)), *long_one])
+    return others, last, usual_step
+
+
+def long_prompt_case(bench: Bench) -> list[dict[str, Any]]:
+    """Streams in full decode, then one long prompt: their gaps before it, and until its first token."""
+    others, last, usual_step = long_prompt_answers(bench)
     begun = max(a["times"][4] for a in others)  # all decode
     arrival, served = last["sent"], last["times"][0]
     usual = gaps_ms(others, after=begun, before=arrival)
@@ -273,19 +281,19 @@ def long_prompt_case(bench: Bench) -> list[dict[str, Any]]:
     row = {
         "case": "long-prompt",
         "open_streams": OPEN_STREAMS,
-        "prompt_tokens": length,
+        "prompt_tokens": int(LONG_PROMPT * bench.scale),
         "first_token_ms_of_the_long_prompt": round(first_token_ms([last])[0], 1),
         "usual_ms": percentiles(usual),
         "during_ms": percentiles(during),
         "p99_during_over_usual": _over(during, usual),
         "p99_of_whole_streams_over_usual": _over(gaps_ms(others, after=begun), usual),
         "tokens_per_message_during": _tokens_per_message(others, arrival, served),
-        "largest_of_one_stream": _largest(others[0], arrival, served),
+        "largest_of_one_stream": largest_gaps(others[0], arrival, served),
     }
     return [row]
 
 
-def _largest(answer: Answer, since: int, until: int, count: int = 5) -> list[dict[str, float]]:
+def largest_gaps(answer: Answer, since: int, until: int, count: int = 5) -> list[dict[str, Any]]:
     """The longest gaps of a stream within a time, in its order: when each ended, how long it was, and the
     tokens of the message behind it: of two, it was two steps.
     """

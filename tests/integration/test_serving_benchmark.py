@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.long_prompt_path import MOST_MARKS, read_steps, within
 from benchmarks.serving_path import ALONE, FIRST, SENT, STATIONS, WAYS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,3 +66,28 @@ def test_two_starts_are_measured_to_their_first_token(tmp_path: Path) -> None:
         assert 0 < start["ready_seconds"] < start["first_token_seconds"] < 60
         events = [entry["event"] for entry in start["timeline"] if "event" in entry]  # others are phases
         assert events.index("listening") < events.index("ready")
+
+
+@pytest.mark.slow
+def test_the_longest_gaps_beside_a_long_prompt_are_told_with_their_steps(tmp_path: Path) -> None:
+    figures = run_benchmark("long_prompt_path", tmp_path, "--scale", "0.05")
+    assert figures["usual_step_ms"] > 0
+    assert figures["largest_of_one_stream"]
+    for gap in figures["largest_of_one_stream"]:
+        before = [mark["before_ms"] for mark in gap["stations"]]
+        assert before == sorted(before, reverse=True)
+        assert {"launched", "committed"} <= {mark["station"] for mark in gap["stations"]}
+
+
+def test_stations_within_a_gap_are_told_by_when_they_were_passed_before_its_end(tmp_path: Path) -> None:
+    worker = [["scheduled", 1_000_000], ["engine has it", 1_500_000], ["launched", 4_000_000]]
+    (tmp_path / "worker.marks").write_text(json.dumps(worker))
+    (tmp_path / "service.marks").write_text(json.dumps([["service has token", 3_000_000]]))
+    marks = read_steps(tmp_path)
+    assert within(marks, 1_000_000, 3_500_000) == [
+        {"station": "scheduled", "before_ms": 2.5},
+        {"station": "service has token", "before_ms": 0.5},
+    ]
+    assert within(marks, 3_500_000, 4_000_000) == [{"station": "launched", "before_ms": 0.0}]
+    many = [(at, "launched") for at in range(2 * MOST_MARKS)]
+    assert len(within(many, 0, 2 * MOST_MARKS)) == MOST_MARKS
