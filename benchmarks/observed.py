@@ -38,6 +38,8 @@ IDLE_SECONDS = 60.0
 FIRST_STREAMS_SECONDS = 60.0
 PANELS_SECONDS = 45.0  # for the last panel to show data, once the load has run
 MOST_KILLS = 5
+FIRST_SCRAPES = 3  # of each process, before the first
+QUERY_PAUSE, STREAMS_PAUSE = 0.1, 0.005  # seconds between two looks
 RULES = [FOLDER / name for name in RULE_FILES]
 
 
@@ -130,15 +132,23 @@ def prefix_tokens(prometheus: Prometheus) -> dict[str, int]:
     return {sample.labels["result"]: int(sample.value) for sample in samples}
 
 
+def wait_for(condition: Callable[[], object], seconds: float, pause: float) -> bool:
+    """Whether it came to hold within so many seconds; `pause`: between two looks."""
+    limit = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(pause)
+    return True
+
+
 def wait_until_scraped_idle(prometheus: Prometheus, seconds: float = IDLE_SECONDS) -> None:
     """Returns once a scrape that began after this call shows nothing running or waiting."""
-    asked, limit = time.time_ns() / 1e9, time.monotonic() + seconds
+    asked = time.time_ns() / 1e9
     live = "sum(kvatlas_requests_running) + sum(kvatlas_requests_waiting)"
     idle = f"({live} == 0) and (min(timestamp(kvatlas_pages)) > {asked})"
-    while not prometheus.query(idle):
-        if time.monotonic() > limit:
-            raise TimeoutError("no scrape shows an idle server")
-        time.sleep(0.1)
+    if not wait_for(lambda: prometheus.query(idle), seconds, QUERY_PAUSE):
+        raise TimeoutError("no scrape shows an idle server")
 
 
 def kill_worker_of(supervisor: int) -> None:
@@ -149,20 +159,16 @@ def kill_worker_of(supervisor: int) -> None:
                 child.kill()
 
 
-def lose_worker(
-    prometheus: Prometheus, load: MixedLoad, kill_worker: Callable[[], None], wait: float
-) -> None:
+def lose_worker(prometheus: Prometheus, load: MixedLoad, kill_worker: Callable[[], None]) -> None:
     """Kills the worker under the load until a stream was resumed, and leaves the load paused and the server
     idle. Streams that were seen may be over when the signal comes.
     """
     for _ in range(MOST_KILLS):
         load.resume()
-        began = time.monotonic()
-        while load.account.streaming < 2 and time.monotonic() - began < FIRST_STREAMS_SECONDS:
-            time.sleep(0.005)  # a request that has not started is sent again, not resumed
+        # A request that has not started is sent again, not resumed.
+        wait_for(lambda: load.account.streaming >= 2, FIRST_STREAMS_SECONDS, STREAMS_PAUSE)
         kill_worker()
-        time.sleep(wait)
-        load.pause()
+        load.pause()  # which waits for what runs, so for the worker that comes back
         wait_until_scraped_idle(prometheus)
         if prometheus.query("sum(kvatlas_resume_gap_seconds_count) > 0"):
             return
@@ -172,10 +178,12 @@ def observe(
     prometheus: Prometheus, load: MixedLoad, kill_worker: Callable[[], None], seconds: float
 ) -> Findings:
     """Runs the load for so long and looks at everything. `kill_worker` is called near the start."""
-    began, wait = time.monotonic(), min(5.0, seconds / 4)
+    began = time.monotonic()
     load.start()
-    time.sleep(wait)
-    lose_worker(prometheus, load, kill_worker, wait)
+    # What grows by a kill must have been scraped before it.
+    scraped = f"min(count_over_time(up[5m])) >= {FIRST_SCRAPES}"
+    wait_for(lambda: prometheus.query(scraped), IDLE_SECONDS, QUERY_PAUSE)
+    lose_worker(prometheus, load, kill_worker)
     account = load.account
     with account.lock:  # from here on counters and account begin together
         account.prefix.clear()

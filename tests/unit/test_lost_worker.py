@@ -41,7 +41,7 @@ class Load:
 def test_a_worker_is_killed_until_a_stream_was_resumed(needed: int, kills: int) -> None:
     """At the moment of one kill the streams that were seen may be over."""
     prometheus, load = Prometheus(needed), Load(2)
-    lose_worker(prometheus, load, prometheus.kill, 0.0)  # type: ignore[arg-type]
+    lose_worker(prometheus, load, prometheus.kill)  # type: ignore[arg-type]
     assert prometheus.kills == kills
     assert load.asked == ["resume", "pause"] * kills
 
@@ -57,5 +57,5 @@ def test_it_waits_for_streams_before_it_kills(monkeypatch: pytest.MonkeyPatch) -
         prometheus.kill()
 
     monkeypatch.setattr(observed.time, "sleep", one_more)
-    lose_worker(prometheus, load, kill, 0.0)  # type: ignore[arg-type]
+    lose_worker(prometheus, load, kill)  # type: ignore[arg-type]
     assert prometheus.kills == 1

@@ -104,6 +104,7 @@ class DecodeGraphs:
         most = max(map(model.num_groups, self.sizes)) if isinstance(self._decode, ProductDecode) else 1
         groups = range(most if most > 1 else 0)
         self._of_groups = [backend.static_decode(tables.page_table, 2 * PRODUCT_ROWS) for _ in groups]
+        self._parts = {size: self._parts_of(size) for size in self.sizes}
         self._branches = Branches(most, device)
         self._scratch: SampleScratch = make_scratch(max_batch, config.vocab_size, device)
         self._is_finite = self._scratch.is_finite.view(torch.int8)
@@ -226,17 +227,18 @@ class DecodeGraphs:
         tables = self._tables
         inputs = (tables.page_table, tables.token_ids, self._model.embedding)
         decode_inputs(rows, kv_lens, *inputs, positions, slots, hidden)
-        if parts := self._parts(size):
+        if len(parts := self._parts[size]) > 1:
             self._branches.run([partial(self._run_group, *part, rows, kv_lens) for part in parts])
             return self._model.logits(hidden)
         self._decode.begin(rows, kv_lens)
         return self._model.decode(hidden, tables.kv, self._attention(positions, slots))
 
-    def _parts(self, size: int) -> list[tuple[StaticDecode, slice]]:
-        """Groups of rows that run side by side, each with its attention; none for a step in one piece."""
+    def _parts_of(self, size: int) -> list[tuple[StaticDecode, slice]]:
+        """Groups of rows that run side by side, each with its attention; or all rows."""
         count = min(self._model.num_groups(size), len(self._of_groups))
-        slices = group_slices(size, count) if count > 1 else []
-        return list(zip(self._of_groups, slices, strict=False))
+        if count <= 1:
+            return [(self._decode, slice(0, size))]
+        return list(zip(self._of_groups, group_slices(size, count), strict=False))
 
     def _run_group(self, decode: StaticDecode, at: slice, rows: Tensor, kv_lens: Tensor) -> None:
         """The layers of some rows; their logits are those of the whole step."""
@@ -281,8 +283,7 @@ class DecodeGraphs:
             into[PAGE_IDS, :num_pages] = new_pages.ids
         there = (self._tables.page_table, self._rows, self._kv_lens)
         read_batch(buffer.batch, *there, max(size, num_pages), page_size=self._tables.page_size)
-        parts = self._parts(size) or [(self._decode, slice(0, size))]
-        for decode, at in parts:
+        for decode, at in self._parts[size]:
             decode.prepare(at.stop - at.start, kv_lens[at])
 
     def _hand_out(self, buffer: StepBuffer, count: int) -> None:

@@ -121,11 +121,15 @@ class EngineLink:
         try:
             self._serve()
         except Exception:
-            logger.exception("event=link_failed")
-            self._on_failure()
+            self._fail()
         finally:
             # The ends of drained sequences are the last messages of all.
             self._router.close(linger_seconds=FLUSH_SECONDS)
+
+    def _fail(self) -> None:
+        """Within an `except`: what failed ends the link, and with it the worker."""
+        logger.exception("event=link_failed")
+        self._on_failure()
 
     def _serve(self) -> None:
         while not self._is_stopping:
@@ -175,10 +179,9 @@ class EngineLink:
             return
         try:
             self._turns.take_lent(work)
-        except Exception:
-            logger.exception("event=link_failed")
+        except Exception:  # whatever it was: the engine's thread goes on, to its orderly end
             self._is_stopping = True
-            self._on_failure()
+            self._fail()
 
     def _wait(self, seconds: float) -> None:
         if len(self._outputs):
