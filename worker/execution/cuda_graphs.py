@@ -101,6 +101,10 @@ class DecodeGraphs:
         width, dtype = model.embedding.shape[1], model.embedding.dtype
         self._hidden = torch.zeros(max_batch, width, dtype=dtype, device=device)
         self._decode = backend.static_decode(tables.page_table, max_batch)
+        # With e4m3 weights one row may go by products of its own: two would take longer than attention gains.
+        self._least_size = (
+            self._decode.least_size if isinstance(self._decode, ProductDecode) and model.is_own(2) else None
+        )
         most = max(map(model.num_groups, self.sizes)) if isinstance(self._decode, ProductDecode) else 1
         groups = range(most if most > 1 else 0)
         self._of_groups = [backend.static_decode(tables.page_table, 2 * PRODUCT_ROWS) for _ in groups]
@@ -257,9 +261,8 @@ class DecodeGraphs:
 
     def _size(self, kv_lens: Sequence[int]) -> int:
         least = 1
-        # With e4m3 weights one row may go by products of its own: two would take longer than attention gains.
-        if self._model.is_own(2) and isinstance(self._decode, ProductDecode):
-            least = min(self._decode.least_size(kv_lens, self._tables.kv[0]), self.sizes[0])
+        if self._least_size is not None:
+            least = min(self._least_size(kv_lens, self._tables.kv[0]), self.sizes[0])
         size = padded_size(max(len(kv_lens), least), self.sizes)
         assert size is not None, f"no graph holds {len(kv_lens)} rows"
         return size
