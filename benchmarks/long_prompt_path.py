@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import device_name, write_result
+from benchmarks.record import RESULTS, device_name, write_result
 from benchmarks.serving import PACKAGES, engine_settings
 from benchmarks.serving_cases import (
     Bench,
@@ -28,7 +28,6 @@ from benchmarks.serving_cases import (
     long_prompt_answers,
     percentiles,
 )
-from benchmarks.serving_path import marked_stack_parser
 from benchmarks.stack import run_stack
 from benchmarks.workloads import id_limit
 
@@ -104,7 +103,13 @@ def show(figures: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measures, prints and writes the result file."""
-    options = marked_stack_parser(__doc__, "shortens the prompt and the streams").parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default="random:tiny")
+    parser.add_argument("--device", default="fake", choices=("fake", "cpu", "cuda"))
+    parser.add_argument("--scale", type=float, default=1.0, help="shortens the prompt and the streams")
+    parser.add_argument("--step-ms", type=float, default=5.0, help="of the fake device")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
+    options = parser.parse_args()
     settings = engine_settings("cpu" if options.device == "fake" else options.device, options.scale)
     if options.device == "fake":
         settings |= {"runner": "fake", "fake_step_ms": options.step_ms}

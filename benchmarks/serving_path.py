@@ -149,20 +149,15 @@ def show(title: str, tables: dict[str, Any], prefix: str = "") -> None:
         print(f"{rows[0]['station']:18}" + "".join(cells))
 
 
-def marked_stack_parser(description: str | None, scale: str) -> argparse.ArgumentParser:
-    """Options of a benchmark of marked processes; `scale`: what that option does."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", default="random:tiny")
-    parser.add_argument("--device", default="fake", choices=("fake", "cpu", "cuda"))
-    parser.add_argument("--scale", type=float, default=1.0, help=scale)
-    parser.add_argument("--step-ms", type=float, default=5.0, help="of the fake device")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
-    return parser
-
-
 def main() -> None:
     """Measures, prints and writes the result file."""
-    options = marked_stack_parser(__doc__, "shortens the prompt").parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default="random:tiny")
+    parser.add_argument("--device", default="fake", choices=("fake", "cpu", "cuda"))
+    parser.add_argument("--scale", type=float, default=1.0, help="shortens the prompt")
+    parser.add_argument("--step-ms", type=float, default=5.0, help="of the fake device")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
+    options = parser.parse_args()
     figures: dict[str, Any] = {"prompt_tokens": prompt_length(options.scale)}
     if options.device == "fake":
         settings: dict[str, Any] = {"runner": "fake", "fake_step_ms": options.step_ms, "overlap": None}

@@ -166,9 +166,21 @@ class Fleet:
         return sorted(link.worker_id for link in self.running.service.backstage.pool.usable)
 
     def active_pages(self, worker_id: str) -> int:
-        """Pages that sequences hold there, as the mirror shows them."""
+        """Pages that sequences hold there, as the mirror shows them; -1: it has no map of this worker yet."""
         request = cache_pb2.GetPagePoolRequest(worker_id=worker_id)
-        return int(self.cache.GetPagePool(request, timeout=60).stats.active_pages)
+        try:
+            return int(self.cache.GetPagePool(request, timeout=60).stats.active_pages)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return -1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all workers take requests and have a map: a snapshot comes a moment after the link."""
+        return len(self.usable) == len(self.workers) and all(
+            self.active_pages(worker.worker_id) >= 0 for worker in self.workers
+        )
 
     def stream(self, spec: pb.GenerationSpec, timeout: float = 300.0) -> Any:
         """A stream that runs."""
@@ -199,7 +211,7 @@ def running_fleet(
             running_service(folder, num_workers=0, ready=False, workers=addresses, **settings)
         )
         fleet = Fleet(running, workers, cleanup.enter_context(grpc.insecure_channel(running.address)))
-        wait_for(lambda: len(fleet.usable) == count, "the workers", workers)
+        wait_for(lambda: fleet.is_whole, "the workers", workers)
         yield fleet
 
 

@@ -22,7 +22,7 @@ def main(address: str = "127.0.0.1:50051", file: str = "pages.svg") -> None:
             question, n=4, max_tokens=400, ignore_eos=True, seed=1, request_id="lighthouse"
         ) as stream:
             for event in stream:
-                if isinstance(event, Delta) and event.token_offset >= 120:
+                if isinstance(event, Delta) and event.token_offset + event.token_count >= 120:
                     Path(file).write_text(draw(client.page_map()))
                     print(f"{file}: the page map while four answers grow")
                     return
