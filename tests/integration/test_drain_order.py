@@ -21,7 +21,7 @@ import pytest
 from kvatlas.v1 import cache_pb2, cache_pb2_grpc, generation_pb2_grpc, server_pb2, server_pb2_grpc
 from kvatlas.v1 import generation_pb2 as pb
 from service import health_messages as health
-from service.testing import Refusal, RunningService, loop_thread, running_service
+from service.testing import OWN_CONNECTION, Refusal, RunningService, loop_thread, running_service
 from service.testing_worker import ScriptedWorker, WorkerScript
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -170,12 +170,13 @@ class Process:
     def __init__(self, folder: Path, *flags: str) -> None:
         self.worker = ScriptedWorker(f"ipc://{folder}/engine", script=WorkerScript(step_ms=0)).start()
         self.socket = folder / "public.sock"
+        self.address = f"unix:{self.socket}"
         command = [
             sys.executable,
             "-m",
             "service",
             "--address",
-            f"unix:{self.socket}",
+            self.address,
             "--model",
             "random:tiny",
         ]
@@ -183,7 +184,7 @@ class Process:
         self.command = command
         self.environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}"}
         self.process = subprocess.Popen(command, env=self.environment, stderr=subprocess.PIPE, text=True)
-        self.channel = grpc.insecure_channel(f"unix:{self.socket}")
+        self.channel = grpc.insecure_channel(self.address)
 
     def end(self) -> None:
         self.channel.close()
@@ -193,36 +194,31 @@ class Process:
         self.worker.stop()
 
 
-def answer(channel: grpc.Channel) -> server_pb2.GetServerInfoResponse:
-    """Once somebody listens."""
-    request = server_pb2.GetServerInfoRequest()
-    stub = server_pb2_grpc.ServerServiceStub(channel)
-    info: server_pb2.GetServerInfoResponse = stub.GetServerInfo(
-        request, wait_for_ready=True, timeout=CALL_SECONDS
-    )
-    return info
+def wait_for_answer(address: str) -> None:
+    """Of whoever listens there, once somebody does."""
+    with grpc.insecure_channel(address, [OWN_CONNECTION]) as channel:
+        stub = server_pb2_grpc.ServerServiceStub(channel)
+        stub.GetServerInfo(server_pb2.GetServerInfoRequest(), wait_for_ready=True, timeout=CALL_SECONDS)
 
 
 def test_a_second_server_on_a_unix_socket_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     """gRPC took the path from under the first, and the second removed it when it ended."""
     first = Process(tmp_path)
     try:
-        answer(first.channel)
+        wait_for_answer(first.address)
         second = subprocess.run(
             first.command, env=first.environment, stderr=subprocess.PIPE, text=True, timeout=CALL_SECONDS
         )
         assert second.returncode == 1
-        assert f"address unix:{first.socket} is taken by another server" in second.stderr
-        with grpc.insecure_channel(f"unix:{first.socket}") as channel:
-            answer(channel)
+        assert f"address {first.address} is taken by another server" in second.stderr
+        wait_for_answer(first.address)
         assert first.process.poll() is None
         first.process.kill()
         first.process.wait()
         assert first.socket.exists(), "what a killed server leaves"
         again = subprocess.Popen(first.command, env=first.environment, stderr=subprocess.DEVNULL)
         try:
-            with grpc.insecure_channel(f"unix:{first.socket}") as channel:
-                answer(channel)
+            wait_for_answer(first.address)
         finally:
             again.kill()
             again.wait()

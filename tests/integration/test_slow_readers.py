@@ -11,14 +11,13 @@ import pytest
 from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc
 from service.handlers import sizes
-from service.testing import Refusal, RunningService, running_service
+from service.testing import OWN_CONNECTION, Refusal, RunningService, running_service
 from service.testing_fleet import running_fleet, spec_of, tokens_of
 from service.testing_worker import WorkerScript
 
 # Windows do not grow by probing: what a client does not read fills them after some hundred messages.
 CALL_SECONDS = 600.0  # only ends a test that hangs
 SMALL_WINDOWS = [("grpc.http2.bdp_probe", 0)]
-OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
 
 
 @pytest.fixture
