@@ -2,7 +2,8 @@
 # Compiles the Go client and runs it: examples/go/run.sh [ADDRESS]. KVATLAS_TOKEN, if set, goes along.
 # GO_BUILD is where generated code and the program are kept; they are made again when a source has changed.
 # Needs of Debian 12: golang-go golang-google-grpc-dev golang-google-genproto-dev protobuf-compiler libprotobuf-dev
-# protoc-gen-go-1-5 protoc-gen-go-grpc. With Go modules instead: generate as below, `go mod init`, `go mod tidy`.
+# golang-github-golang-protobuf-1-5-dev protoc-gen-go-1-5 protoc-gen-go-grpc. With Go modules instead: generate as
+# below, `go mod init`, `go mod tidy`.
 set -eu
 for tool in go protoc protoc-gen-go protoc-gen-go-grpc; do
   command -v "$tool" >/dev/null || { echo "$tool is not installed: the head of $0 names the packages" >&2; exit 2; }

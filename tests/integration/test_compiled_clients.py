@@ -29,6 +29,7 @@ NEEDS = {
         "protoc-gen-go",
         "protoc-gen-go-grpc",
         "/usr/share/gocode/src/google.golang.org/grpc",
+        "/usr/share/gocode/src/google.golang.org/protobuf",
     ),
 }
 
