@@ -175,12 +175,18 @@ def test_no_text_and_nothing_that_a_client_wrote_is_in_a_span(
                 generate(running, text=prompt, cache=pb.CacheOptions(salt=salt), **more)
             except grpc.RpcError:
                 assert broken == "1"
-        wait_until(lambda: len(collector.spans()) >= 8, "the spans")
+        # How many spans a failed one has depends on whether its tokens came before the failure.
+        wait_until(lambda: len(roots(collector)) == 2, "the spans")
     payload = b"".join(request.SerializeToString() for request in collector.received)
     assert b"text_completion" in payload
     for secret in SECRETS:
         assert secret.encode() not in payload, secret
     assert b"horse" not in payload
+
+
+def roots(collector: Collector) -> list[Span]:
+    """Of generations that have ended, each behind the spans below it."""
+    return [span for span in collector.spans() if not span.parent_span_id]
 
 
 def spans_by_error(collector: Collector) -> dict[str, list[set[str]]]:
@@ -229,7 +235,7 @@ def test_another_worker_is_an_event_of_the_span(
     with traced(tmp_path, collector.endpoint, num_workers=2, script=script) as running:
         assert generate(running).usage.resumes == 1
         wait_until(lambda: len(collector.spans()) >= 4, "the spans")
-    root = next(span for span in collector.spans() if not span.parent_span_id)
+    [root] = roots(collector)
     [event] = root.events
     assert event.name == "moved"
     assert {pair.key: pair.value.string_value for pair in event.attributes}["reason"] == "drain"
@@ -272,7 +278,7 @@ def test_the_log_and_the_exemplar_name_the_trace(
     with traced(tmp_path, collector.endpoint) as running:
         generate(running)
         wait_until(lambda: len(collector.spans()) >= 4, "the spans")
-        ours = next(span for span in collector.spans() if not span.parent_span_id).trace_id.hex()
+        ours = roots(collector)[0].trace_id.hex()
         accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
         request = urllib.request.Request(running.metrics_url + "/metrics", headers=accept)
         with urllib.request.urlopen(request, timeout=60) as answer:
@@ -377,10 +383,10 @@ def test_a_preemption_on_a_real_worker_is_an_event_of_the_span(
     preempted = sum(response.usage.kv.preemptions for response in responses)
     assert preempted > 0
     wait_until(lambda: len(collector.spans()) >= 16, "the spans")
-    roots = [span for span in collector.spans() if not span.parent_span_id]
-    events = [event for root in roots for event in root.events]
+    ended = roots(collector)
+    events = [event for root in ended for event in root.events]
     assert [event.name for event in events] == ["readmitted"] * preempted
-    assert sum(attributes(root)["kvatlas.preemptions"] for root in roots) == preempted
+    assert sum(attributes(root)["kvatlas.preemptions"] for root in ended) == preempted
 
 
 def test_an_endpoint_without_the_extra_or_without_a_scheme_is_a_sentence() -> None:
