@@ -47,6 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """What workers leave behind for their user (recordings, profiles) is not left with whoever runs tests."""
     folder = tempfile.mkdtemp(prefix="kvatlas-state-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    # A worker in this process freezes what is there. At the end Triton's library would tell of all it made.
+    config.add_cleanup(gc.unfreeze)
     os.environ["XDG_STATE_HOME"] = folder
 
 
