@@ -123,6 +123,7 @@ SETTINGS = [
     SamplingParams(temperature=0.6, top_k=20, top_p=0.95, seed=3),
     SamplingParams(temperature=1.3, top_p=0.9, seed=4),
     SamplingParams(temperature=1.0, top_k=259, seed=5),  # the whole vocabulary
+    SamplingParams(temperature=1.0, top_k=2**32 - 1, seed=7),  # the most that a request can ask for
     SamplingParams(temperature=0.9, min_p=0.05, seed=6),
     SamplingParams(temperature=0.8, repetition_penalty=1.3, frequency_penalty=0.3, presence_penalty=0.1),
     SamplingParams(logit_bias=((9, 3.5), (200, -100.0)), min_tokens=5, stop_token_ids=frozenset([11])),
