@@ -428,6 +428,16 @@ def test_stop_tokens_are_masked_until_min_tokens_are_out() -> None:
     assert [rows.ids(logits, [0], [end])[0] for end in (3, 4, 5, 6)] == [30, 30, 8, 8]
 
 
+def test_stop_tokens_stay_masked_where_min_tokens_is_the_most_that_a_request_can_ask_for() -> None:
+    most = 1 << 31
+    params = replace(GREEDY, min_tokens=most, max_tokens=most, stop_token_ids=frozenset({8}))
+    rows = Rows()
+    rows.start(0, params, token_ids=[1, 2, 3])
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [8, 30]] = torch.tensor([6.0, 4.0])
+    assert rows.ids(logits, [0], [3]) == [30]
+
+
 def test_min_tokens_count_output_before_a_resume() -> None:
     params = replace(GREEDY, min_tokens=2, stop_token_ids=frozenset({8}))
     rows = Rows()
