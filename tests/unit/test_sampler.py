@@ -261,6 +261,16 @@ def test_a_filtered_draw_picks_the_unfiltered_token_when_it_is_kept() -> None:
     assert agreed > 100
 
 
+def test_of_equal_scores_a_filtered_draw_picks_the_lowest_id_as_an_unfiltered_one_does() -> None:
+    """At a low temperature equal logits have equal scores: most of their noise is rounded off."""
+    logits = draw_logits(1)
+    logits[0, [90, 3, 40, 77]] = 25.0
+    for seed in range(100):
+        plain = replace(WARM, temperature=1e-5, seed=seed)
+        free, kept = (Rows(one).ids(logits, [0], [9]) for one in (plain, replace(plain, top_k=4)))
+        assert kept == free
+
+
 def test_both_samplers_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any mix of settings and shapes of logits: peaked, flat, tied, with banned tokens."""
     chance = random.Random(1)
