@@ -31,7 +31,8 @@ from kernels.decode_merge import merge_parts
 from kernels.decode_plan import RECORD, DecodePlan
 from kernels.dependent_launch import dependent_launch, wait_in_loop
 from kernels.launcher import launch as start_kernel
-from kernels.rotary_store import Rotary, stored
+from kernels.rotary_store import Rotary
+from kernels.store_kv import to_pool
 
 LOG2_E = 1.4426950408889634
 FP16_LARGEST = tl.constexpr(65504.0)
@@ -366,8 +367,8 @@ def _take_product(
     few = _norm_rotated(q_pair, dims, q_norm, cos, sin, eps, DIM, HAS_NORM).to(q.dtype.element_ty)
     if is_last:
         new_k = _norm_rotated(k_pair, dims, k_norm, cos, sin, eps, DIM, HAS_NORM)
-        new_k = stored(tl.reshape(new_k, [DIM_PADDED]), k_inverse, k_head)
-        new_v = stored(v_of_product, v_inverse, v_head)
+        new_k = to_pool(tl.reshape(new_k, [DIM_PADDED]), k_inverse, k_head)
+        new_v = to_pool(v_of_product, v_inverse, v_head)
         new_at = new_slot * (KV_HEADS * DIM) + dims
         tl.store(k_head + new_at, new_k, mask=dims_ok)
         tl.store(v_head + new_at, new_v, mask=dims_ok)

@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.batch import KvLayer
 from kernels.dependent_launch import dependent_launch
 from kernels.launcher import launch
+from kernels.store_kv import to_pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +99,6 @@ def _norm_rotated(low, high, gains, cos, sin, eps, HALF: tl.constexpr, HAS_NORM:
 
 
 @triton.jit
-def stored(value, inverse, pool):
-    """In the pool's dtype; fp8 pages hold value / scale, and what is too large for them their largest."""
-    if pool.dtype.element_ty == tl.float8e4nv:
-        value = tl.minimum(tl.maximum(value.to(tl.float32) * inverse, -448.0), 448.0)
-    return value.to(pool.dtype.element_ty)
-
-
-@triton.jit
 def _rotary_store_kernel(
     qkv,
     k_pool,
@@ -162,8 +155,8 @@ def _rotary_store_kernel(
     tl.store(at + HALF, high.to(out_q.dtype.element_ty), mask=mask)
     low, high = _norm_rotated(k_low, k_high, k_gains, cos, sin, eps, HALF, HAS_NORM)
     at = k_pool + slot * k_stride + in_kv_heads
-    tl.store(at, stored(low, k_inverse, k_pool), mask=kv_mask)
-    tl.store(at + HALF, stored(high, k_inverse, k_pool), mask=kv_mask)
+    tl.store(at, to_pool(low, k_inverse, k_pool), mask=kv_mask)
+    tl.store(at + HALF, to_pool(high, k_inverse, k_pool), mask=kv_mask)
     at = v_pool + slot * v_stride + in_kv_heads
-    tl.store(at, stored(v_low, v_inverse, v_pool), mask=kv_mask)
-    tl.store(at + HALF, stored(v_high, v_inverse, v_pool), mask=kv_mask)
+    tl.store(at, to_pool(v_low, v_inverse, v_pool), mask=kv_mask)
+    tl.store(at + HALF, to_pool(v_high, v_inverse, v_pool), mask=kv_mask)

@@ -271,7 +271,8 @@ def _best_of_part(
         is_searching = least < _reach(best, top, inverse, is_random)
         while is_searching:
             score, token = _best_of_counter(row, first + place, vocab_size, temperature, lowest, key)
-            best_id = tl.where(score > best, token, best_id)
+            # Of equals the lowest id, whichever was scored first: bounds are not in the order of tokens.
+            best_id = tl.where((score > best) | ((score == best) & (token < best_id)), token, best_id)
             best = tl.maximum(score, best)
             behind = tl.where(lane == place, float("inf"), behind)
             least, place = tl.min(behind, 0, return_indices=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 NUM_COLUMNS = 7
 LOWEST_TEMPERATURE = 1e-5
 """Below it logit / temperature leaves what float32 can tell apart: greedy."""
+_MOST_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def matrix_of(values: Sequence[SampleRow]) -> NDArray[np.int32]:
     as_floats, as_bits = matrix.view(np.float32), matrix.view(np.uint32)
     for at, value in enumerate(values):
         as_floats[0, at] = _temperature(value)
-        matrix[1, at] = value.top_k
+        matrix[1, at] = min(value.top_k, _MOST_INT32)  # a request's has 32 bits without a sign
         as_floats[2, at] = value.top_p
         as_floats[3, at] = np.log(np.float32(value.min_p)) if value.min_p > 0.0 else -math.inf
         as_bits[4, at] = value.seed & 0xFFFFFFFF

@@ -32,6 +32,7 @@ __all__ = ["Command", "CommandReply"]
 
 PROTOCOL = 1
 MAX_PAGES = (1 << 26) + 1  # the most that a worker is configured with, and its dummy page
+MOST_TOKENS = 1 << 31  # of an answer, as a worker takes it
 STARTING, SERVING, DRAINING, LOST = 1, 2, 3, 4
 """ServerState, as numbers."""
 
@@ -181,7 +182,8 @@ def _write_params(params: worker_pb2.SequenceParams, request: Request, run: Run)
     params.top_p = sampling.top_p
     params.repetition_penalty = sampling.repetition_penalty
     params.seed = sampling.seed
-    params.max_tokens = stops.max_tokens
+    # The context ends a sequence long before: a worker refuses what no sequence can have.
+    params.max_tokens = most = min(stops.max_tokens, MOST_TOKENS)
     params.stop_at_eos = not stops.ignore_eos
     _set(
         params,
@@ -189,7 +191,7 @@ def _write_params(params: worker_pb2.SequenceParams, request: Request, run: Run)
         min_p=sampling.min_p,
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,
-        min_tokens=stops.min_tokens,
+        min_tokens=min(stops.min_tokens, most),
         max_duration_ms=run.max_duration_ms,
     )
     if stops.token_ids:

@@ -96,6 +96,21 @@ def test_a_query_that_is_no_number_makes_its_heads_none_over_e4m3_pages(
     assert not is_nan[1, 2:].any()
 
 
+@pytest.mark.parametrize("attend", [DecodeProblem.by_one, DecodeProblem.by_two_kernels])
+def test_what_is_no_number_is_stored_as_none_in_e4m3_pages(
+    attend: Callable[[DecodeProblem, KvLayer, DecodePlan], Tensor],
+) -> None:
+    """What is too large is cut off; a minimum would make NaN a number, too."""
+    problem = DecodeProblem((4, 2, 128), 16, [70, 130], with_norm=False, dtype=torch.bfloat16, device="cuda")
+    problem.qkv[0, 512:], problem.qkv[1, 512:] = 1e9, float("nan")  # K and V of both KV heads
+    kv, (large, nothing) = problem.kv, problem.slots.tolist()
+    pool = KvLayer(fp8.to_fp8(kv.k.float(), 0.02), fp8.to_fp8(kv.v.float(), 0.05), 0.02, 0.05)
+    attend(problem, pool, problem.plan())
+    assert pool.k[nothing].float().isnan().all()
+    assert pool.v[nothing].float().isnan().all()
+    assert (pool.v[large].float() == fp8.LARGEST).all()
+
+
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize(
     ("num_rows", "launch"), [(1, None), (2, None), (4, None), (4, QUEUED), (8, None), (16, None), (64, None)]

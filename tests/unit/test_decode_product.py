@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 from kernels import fp8
 from kernels.batch import KvLayer
 from kernels.decode_plan import FEW, MANY, DecodeLaunch
+from kernels.store_kv import store_kv
 from kernels.testing_decode import DecodeProblem, bits, copied
 
 SHAPES = [  # heads, KV heads, head_dim, page size, kv lengths, norm of heads
@@ -54,6 +55,21 @@ def test_e4m3_pages_get_and_give_what_two_kernels_do():
     expected = case.by_two_kernels(two, plan)
     torch.testing.assert_close(case.by_one(one, plan), expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(bits(one), bits(two))
+
+
+@pytest.mark.parametrize("attend", [DecodeProblem.by_one, DecodeProblem.by_two_kernels])
+def test_what_is_no_number_is_not_stored_as_the_largest_in_e4m3_pages(attend):
+    """As store_kv leaves it, bit for bit: what the interpreter makes of it, and on a device no number."""
+    heads, kv_heads, dim = 4, 2, 64
+    case = DecodeProblem((heads, kv_heads, dim), 16, [3, 70], with_norm=False)
+    case.qkv[1, heads * dim :] = float("nan")
+    pool = KvLayer(fp8.to_fp8(case.kv.k, 0.02), fp8.to_fp8(case.kv.v, 0.05), 0.02, 0.05)
+    ours, expected = copied(pool), copied(pool)
+    attend(case, ours, case.plan())
+    nothing = torch.full((1, kv_heads, dim), float("nan"))
+    store_kv(expected, case.slots[1:], nothing, nothing)
+    slot = case.slots[1].long()
+    assert torch.equal(bits(ours)[:, slot], bits(expected)[:, slot])
 
 
 def test_padding_writes_the_dummy_slot_and_changes_no_other_row():

@@ -123,6 +123,7 @@ SETTINGS = [
     SamplingParams(temperature=0.6, top_k=20, top_p=0.95, seed=3),
     SamplingParams(temperature=1.3, top_p=0.9, seed=4),
     SamplingParams(temperature=1.0, top_k=259, seed=5),  # the whole vocabulary
+    SamplingParams(temperature=1.0, top_k=2**32 - 1, seed=7),  # the most that a request can ask for
     SamplingParams(temperature=0.9, min_p=0.05, seed=6),
     SamplingParams(temperature=0.8, repetition_penalty=1.3, frequency_penalty=0.3, presence_penalty=0.1),
     SamplingParams(logit_bias=((9, 3.5), (200, -100.0)), min_tokens=5, stop_token_ids=frozenset([11])),
@@ -232,6 +233,15 @@ def test_temperature_0_equals_top_k_1_and_takes_the_lowest_of_equals(logits):
     params = [SamplingParams(), SamplingParams(temperature=0.7, top_k=1), SamplingParams(temperature=1e-7)]
     ids = Rows(params, 5).check(torch.tensor([logits] * 3))
     assert ids.tolist() == [logits.index(max(logits))] * 3
+
+
+def test_of_equal_scores_the_lowest_id_is_drawn_whichever_was_scored_first():
+    """At a low temperature equal logits have equal scores: most of their noise is rounded off."""
+    params = [SamplingParams(temperature=1e-5, seed=seed) for seed in range(36, 48)]
+    logits = normal(12, 1000)
+    logits[:, [3, 400, 700]] = 25.0
+    drawn = set(Rows(params, 1000).check(logits).tolist())
+    assert drawn == {3, 400, 700}
 
 
 # -- filters ---------------------------------------------------------------------------------------------

@@ -261,6 +261,16 @@ def test_a_filtered_draw_picks_the_unfiltered_token_when_it_is_kept() -> None:
     assert agreed > 100
 
 
+def test_of_equal_scores_a_filtered_draw_picks_the_lowest_id_as_an_unfiltered_one_does() -> None:
+    """At a low temperature equal logits have equal scores: most of their noise is rounded off."""
+    logits = draw_logits(1)
+    logits[0, [90, 3, 40, 77]] = 25.0
+    for seed in range(100):
+        plain = replace(WARM, temperature=1e-5, seed=seed)
+        free, kept = (Rows(one).ids(logits, [0], [9]) for one in (plain, replace(plain, top_k=4)))
+        assert kept == free
+
+
 def test_both_samplers_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any mix of settings and shapes of logits: peaked, flat, tied, with banned tokens."""
     chance = random.Random(1)
@@ -426,6 +436,16 @@ def test_stop_tokens_are_masked_until_min_tokens_are_out() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, [8, 9, 30]] = torch.tensor([6.0, 5.0, 4.0])
     assert [rows.ids(logits, [0], [end])[0] for end in (3, 4, 5, 6)] == [30, 30, 8, 8]
+
+
+def test_stop_tokens_stay_masked_where_min_tokens_is_the_most_that_a_request_can_ask_for() -> None:
+    most = 1 << 31
+    params = replace(GREEDY, min_tokens=most, max_tokens=most, stop_token_ids=frozenset({8}))
+    rows = Rows()
+    rows.start(0, params, token_ids=[1, 2, 3])
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [8, 30]] = torch.tensor([6.0, 4.0])
+    assert rows.ids(logits, [0], [3]) == [30]
 
 
 def test_min_tokens_count_output_before_a_resume() -> None:

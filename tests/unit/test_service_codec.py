@@ -91,6 +91,21 @@ def test_a_request_carries_final_values() -> None:
     assert add.params.WhichOneof("constraint") is None
 
 
+@pytest.mark.parametrize(
+    ("stops", "limits"),
+    [
+        (Stops(2**32 - 1), (1 << 31, 0)),
+        (Stops(2**32 - 1, min_tokens=2**32 - 1), (1 << 31, 1 << 31)),
+        (Stops(40, is_limit_given=False, min_tokens=41), (40, 40)),  # what was left of the context
+    ],
+)
+def test_limits_that_no_sequence_reaches_are_such_as_a_worker_takes(
+    stops: Stops, limits: tuple[int, int]
+) -> None:
+    params = added(request_of(stops=stops), Run(1, 1)).params
+    assert (params.max_tokens, params.min_tokens) == limits
+
+
 def test_a_resumed_sample_carries_its_output_apart_from_the_prompt() -> None:
     add = added(request_of(), Run(9, 1, first_choice=3, resume_ids=array("I", [5, 6]), attempt=2))
     assert memoryview(add.prompt_token_ids).cast("I").tolist() == [1, 2, 3]

@@ -147,9 +147,10 @@ class Sampler:
 
     def _draw_filtered(self, scores: Tensor, keys: NoiseKeys, rows: HostRows) -> Tensor:
         values, token_ids, is_kept = kept_candidates(scores, self._filters(rows))
-        drawn = values - noise_of_tokens(keys, token_ids).log()
-        pick = drawn.masked_fill(~is_kept, -math.inf).argmax(dim=-1)
-        return token_ids.gather(1, pick[:, None])[:, 0]
+        drawn = (values - noise_of_tokens(keys, token_ids).log()).masked_fill(~is_kept, -math.inf)
+        # Candidates of equal logits lie in any order: of equals the lowest id, as without filters.
+        is_best = drawn == drawn.amax(dim=-1, keepdim=True)
+        return token_ids.masked_fill(~is_best, self._state.vocab_size).amin(dim=-1)
 
     def _filters(self, rows: HostRows) -> Filters:
         state = self._state

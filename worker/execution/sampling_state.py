@@ -111,9 +111,8 @@ class SamplingState:
         self.seed_high = np.zeros(max_running, np.int64)
         self.choice = np.zeros(max_running, np.int64)
         self.num_prompt = np.zeros(max_running, np.int32)
-        self.first_free_end = np.zeros(
-            max_running, np.int32
-        )  # stop tokens may be sampled from this position on
+        # Stop tokens may be sampled from this position on, which may lie far behind the longest context.
+        self.first_free_end = np.zeros(max_running, np.int64)
         self.num_logprobs = np.full(max_running, NO_LOGPROBS, np.int32)
         self.num_prompt_logprobs = np.full(max_running, NO_LOGPROBS, np.int32)
         self.has_edits = np.zeros(max_running, np.bool_)  # penalties, bias or masked stop tokens
