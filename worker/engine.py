@@ -225,12 +225,16 @@ class Engine:
         poison = self._poison
         if poison is None:
             return
-        events = self._ring.read(self._poisoned)
-        assert events is not None, "more page events in one step than the ring holds"
-        self._poisoned = events.last_number
-        freed = [page for kind, page in zip(events.kinds, events.pages, strict=True) if kind == FREED]
+        freed: set[int] = set()
+        while self._poisoned < self._ring.number:
+            events = self._ring.read(self._poisoned)
+            assert events is not None, "more page events in one step than the ring holds"
+            self._poisoned = events.last_number
+            freed.update(
+                page for kind, page in zip(events.kinds, events.pages, strict=True) if kind == FREED
+            )
         if freed:
-            poison(sorted(set(freed)))
+            poison(sorted(freed))
 
     def _sleep(self, now: float) -> None:
         """Nothing to run: until a command, a deadline, or the next observation."""

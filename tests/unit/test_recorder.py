@@ -292,6 +292,21 @@ def test_a_failed_audit_leaves_a_recording_of_what_just_was(worker: RecordedWork
     assert ["references of page 7" in each for each in report.violations] == [True]
 
 
+def test_a_worker_that_slept_for_hours_is_recorded_with_the_times_of_its_events(
+    worker: RecordedWorker,
+) -> None:
+    """The recording of a failed audit takes in all that the ring holds, however old."""
+    for _ in range(3):
+        run(worker, 20)
+        worker.now += 5000.0
+    worker.recorder.found([cache_pb2.IntegrityViolation(subject="page 3")], "trie: page 3")
+    worker.recorder.turn()
+    (info,) = worker.store.summaries()
+    replay = open_recording(path_of(worker, info.recording_id))
+    assert replay.run().num_events == worker.scheduler.cache.events.number
+    assert replay.time_us == worker.scheduler.cache.events.time_us
+
+
 def test_a_recording_that_runs_notes_what_an_audit_finds(worker: RecordedWorker) -> None:
     worker.recorder.start_recording(RecordingOptions())
     worker.recorder.found([cache_pb2.IntegrityViolation(subject="page 3")], "trie: page 3")
