@@ -230,9 +230,7 @@ class Engine:
             events = self._ring.read(self._poisoned)
             assert events is not None, "more page events in one step than the ring holds"
             self._poisoned = events.last_number
-            freed.update(
-                page for kind, page in zip(events.kinds, events.pages, strict=True) if kind == FREED
-            )
+            freed.update(page for kind, page in zip(events.kinds, events.pages, strict=True) if kind == FREED)
         if freed:
             poison(sorted(freed))
 

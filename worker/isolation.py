@@ -1,9 +1,9 @@
 """A step that raised, run again span by span, to find out whose sequence breaks it.
 
-Writing K and V twice gives the same K and V, so every span may run again. What a runner keeps of a row besides
-(counts of its tokens, where it stands in its constraint) may hold tokens of the steps that are void: each row is
-begun anew from what was committed. Each piece carries what the runner needs for its own row and nothing else.
-Owns nothing.
+Writing K and V twice gives the same K and V, so every span may run again. What a runner keeps of a row
+besides (counts of its tokens, where it stands in its constraint) may hold tokens of the steps that are void:
+each row is begun anew from what was committed. Each piece carries what the runner needs for its own row and
+nothing else. Owns nothing.
 """
 
 from array import array

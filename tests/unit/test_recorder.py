@@ -1,6 +1,8 @@
 """The flight recorder: what its files hold, where they begin and end, and that its faults reach nobody."""
 
 import errno
+import os
+import resource
 from array import array
 from collections.abc import Callable
 from contextlib import closing
@@ -268,6 +270,23 @@ def test_a_full_disk_ends_the_recording_with_what_the_system_said(worker: Record
     worker.recorder.stop_recording("")
 
 
+def test_a_file_that_fails_when_it_is_closed_ends_that_recording_and_nothing_else(
+    worker: RecordedWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    info = worker.recorder.start_recording(RecordingOptions())
+    recording = worker.recorder._recording
+    assert recording is not None
+    os.close(recording._writer._file.fileno())
+    done: list[str] = []
+    worker.recorder.submit(lambda recorder: done.append("the next call"))
+    RandomLoad(worker, arrivals=1.0).turn()
+    worker.recorder._turn_safely()
+    ended = worker.store.find(info.recording_id)
+    assert (ended.cause, ended.message) == (EndCause.DISK, os.strerror(errno.EBADF))
+    assert done == ["the next call"]
+    assert "event=recorder_failed" not in caplog.text
+
+
 def test_a_folder_that_cannot_be_made_refuses_the_start_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     worker = RecordedWorker(small_config(48, 4, 6, 24, 60), tmp_path / "file" / "folder")
@@ -305,6 +324,33 @@ def test_a_worker_that_slept_for_hours_is_recorded_with_the_times_of_its_events(
     replay = open_recording(path_of(worker, info.recording_id))
     assert replay.run().num_events == worker.scheduler.cache.events.number
     assert replay.time_us == worker.scheduler.cache.events.time_us
+
+
+def test_a_disk_that_fills_up_under_the_recording_of_an_audit_takes_no_other_call_along(
+    worker: RecordedWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(worker, 100)
+    done: list[str] = []
+    worker.recorder.found([cache_pb2.IntegrityViolation(subject="page 3")], "trie: page 3")
+    worker.recorder.submit(lambda recorder: done.append("the next call"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # the map fits, the events do not
+    try:
+        worker.recorder._turn_safely()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    (info,) = worker.store.summaries()
+    assert (info.cause, info.message) == (EndCause.DISK, os.strerror(errno.EFBIG))
+    assert done == ["the next call"]
+    assert "event=recorder_failed" not in caplog.text
+
+
+def test_work_that_breaks_takes_no_other_along(worker: RecordedWorker) -> None:
+    done: list[str] = []
+    worker.recorder.submit(lambda recorder: done.remove("nothing is there"))
+    worker.recorder.submit(lambda recorder: done.append("the next call"))
+    worker.recorder._turn_safely()
+    assert done == ["the next call"]
 
 
 def test_a_recording_that_runs_notes_what_an_audit_finds(worker: RecordedWorker) -> None:

@@ -473,7 +473,9 @@ class HiccupRunner(TorchRunner):
         return BrokenHandle(RuntimeError("hiccup"))
 
 
-def served(params: SamplingParams, *, overlap: bool, broken: int = -1, behind: bool = False) -> list[list[int]]:
+def served(
+    params: SamplingParams, *, overlap: bool, broken: int = -1, behind: bool = False
+) -> list[list[int]]:
     """What an engine answers to three requests; step `broken` raises once."""
     config = Harness(page_size=4).runner._config
     runner = HiccupRunner(MODEL, ReferenceBackend(), config, CPU)

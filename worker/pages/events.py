@@ -21,7 +21,7 @@ HIT_TAG = 1
 """Tag of SHARED and REVIVED events that a prefix look-up caused."""
 
 MAX_SPAN_US = 0xFFFF_FFFF
-"""From the first to the last of events that are read together: readers hand times on as offsets of 32 bits."""
+"""From first to last of the events that are read together: readers hand times on as offsets of 32 bits."""
 
 
 class PageState(IntEnum):
@@ -170,8 +170,8 @@ class EventRing:
         self._number += count
 
     def read(self, after_number: int, limit: int = 65_536, with_tokens: bool = False) -> EventColumns | None:
-        """Events after ``after_number``, at most ``limit``, none of them more than MAX_SPAN_US after the first.
-        From any thread.
+        """Events after ``after_number``, at most ``limit``, none more than MAX_SPAN_US after the first; from
+        any thread.
 
         None: the reader lagged and some of them are overwritten; it needs a snapshot. A number
         that was not given yet is the reader's bug: ValueError.

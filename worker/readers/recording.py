@@ -107,7 +107,10 @@ class Recording:
             state_digest=state_digest(ledger.states.tobytes(), ledger.flags.tobytes(), ledger.refs.tobytes()),
         )
         self._write_all([cache_pb2.RecordingFrame(end=end)])
-        self._writer.close()
+        try:
+            self._writer.close()
+        except OSError as error:  # a network's disk may say only here that it is full
+            self.failure = self.failure or error.strerror or str(error)
         return self.summary(time_us, cause)
 
     def summary(self, time_us: int, cause: EndCause = EndCause.NONE) -> RecordingSummary:

@@ -226,7 +226,7 @@ class Scheduler:
         self.fail(step.sequence_ids, reason, message, now)
 
     def row_start(self, sequence_id: int) -> RowStart | None:
-        """What the runner must know of a sequence whose row it has to set up anew; None: it has no row now."""
+        """What the runner must know of a sequence to begin its row anew; None: it has no row now."""
         sequence = self._books.sequences.get(SequenceId(sequence_id))
         return None if sequence is None or not sequence.owner else row_start(sequence)
 
