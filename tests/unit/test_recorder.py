@@ -137,6 +137,16 @@ def test_a_lookback_reaches_as_far_as_the_ring(tmp_path: Path) -> None:
     assert 512 <= report.num_events <= 1024
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_recording_that_begins_within_a_release_can_be_replayed(tmp_path: Path, seed: int) -> None:
+    """As far back as the ring reaches a map stands anywhere, of some seeds between RELEASED and CACHED."""
+    worker = RecordedWorker(small_config(48, 4, 6, 24, 60, event_capacity=1024), tmp_path, seed=seed)
+    run(worker, 400 + seed, every=5)
+    info = worker.recorder.start_recording(RecordingOptions(lookback_seconds=1e6))
+    worker.recorder.stop_recording(info.recording_id)
+    assert open_recording(path_of(worker, info.recording_id)).run().end == "STOPPED"
+
+
 def test_prompts_cannot_be_read_from_it_unless_asked_for(worker: RecordedWorker) -> None:
     secret = array("I", [0xC0FFEE] * 20)
     for with_token_ids in (False, True):
