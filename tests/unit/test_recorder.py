@@ -194,6 +194,15 @@ def test_rotation_goes_on_and_keeps_the_last_four(worker: RecordedWorker) -> Non
     assert replays[-1].ledger.revision == worker.scheduler.cache.events.number
 
 
+def test_no_recording_follows_one_whose_map_alone_fills_it(worker: RecordedWorker) -> None:
+    """It would be full at once, too: a map of the whole pool would be written in every turn, for ever."""
+    worker.recorder.start_recording(RecordingOptions(max_bytes=1000, rotate=True))
+    run(worker, 100, every=5)
+    (ended,) = worker.store.summaries()
+    assert ended.cause is EndCause.SIZE
+    assert worker.recorder.running is None
+
+
 def test_one_recording_runs_at_a_time(worker: RecordedWorker) -> None:
     info = worker.recorder.start_recording(RecordingOptions())
     with pytest.raises(RecorderBusy) as busy:

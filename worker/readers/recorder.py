@@ -379,9 +379,13 @@ class Recorder:
         return summary
 
     def _end_and_go_on(self, cause: EndCause) -> None:
-        """At its bound; with rotation the next one begins where this one ends."""
+        """At its bound; with rotation the next one begins where this one ends.
+
+        Where the map alone is as large as the bound there is no next one: it would end as soon as it began.
+        """
+        recording, options = self._recording, self._options
         self._end(cause)
-        if not self._options.rotate:
+        if not options.rotate or recording is None or recording.map_bytes >= options.max_bytes:
             return
         try:
             self._begin(self._options, self.now_us())

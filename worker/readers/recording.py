@@ -42,6 +42,7 @@ class Recording:
         self._writer = FrameWriter(path)
         self._write_all([frames.header(self.recording_id, ledger, start_us, with_token_ids, note)])
         self._write_all(frames.snapshot(ledger))
+        self.map_bytes = self.num_bytes  # what any recording of this pool begins with
         if self.failure:
             self._writer.close()
             path.unlink(missing_ok=True)

@@ -66,7 +66,7 @@ class PageRules:
         self._time_us = 0
         self._now = (step, 0)  # step and time of the event that is applied
         self._began: tuple[int, int] | None = None  # step and time of the first event
-        # Pages that nobody holds, until their first event: some may be in the middle of a release (`_settle`).
+        # Pages that nobody holds, until their first event; some may be within a release, see `_settle`.
         self._unheld = {page for page, state in enumerate(self.states) if state in (CACHED, PINNED)}
 
     def apply(self, events: EventColumns) -> None:
