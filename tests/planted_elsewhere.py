@@ -18,6 +18,7 @@ HUB, STORE, SUPERVISOR = (
 
 
 CHANNELS, TURNS, START = "worker/channels.py", "worker/link/turns.py", "worker/__main__.py"
+ENGINE = "worker/engine.py"
 
 
 def _unit(*names: str) -> tuple[str, ...]:
@@ -171,5 +172,40 @@ ELSEWHERE = [
         "repr((shape, limits, has_other))",
         "repr((shape, limits))",
         _unit("compile_processes"),
+    ),
+    Fault(
+        "a step is launched behind one that was not",
+        ENGINE,
+        "return isinstance(self._in_flight[-1].handle, BrokenHandle)",
+        "return False",
+        _unit("torch_runner"),
+    ),
+    Fault(
+        "a step that runs again goes on with what void steps left of its rows",
+        "worker/isolation.py",
+        "row_starts=[each for each in step.row_starts if each.row == row] if start is None else [start],",
+        "row_starts=[each for each in step.row_starts if each.row == row],",
+        _unit("torch_runner"),
+    ),
+    Fault(
+        "with overlap page events go back a step",
+        "worker/scheduling/books.py",
+        "self.cache.set_clock(max(step, events.step), max(time_us, events.time_us))",
+        "self.cache.set_clock(step, max(time_us, events.time_us))",
+        ("tests/property/test_replay.py",),
+    ),
+    Fault(
+        "page events of any distance are read together",
+        "worker/pages/events.py",
+        "columns = self._copy(after_number, self._near(after_number, count), with_tokens)",
+        "columns = self._copy(after_number, count, with_tokens)",
+        _unit("page_events", "recorder"),
+    ),
+    Fault(
+        "an audit that broke counts what it did not look at as passed",
+        "worker/live_audit.py",
+        "checks=[check for check in CHECKS if check in this.checks],",
+        "checks=CHECKS,",
+        _unit("live_audit"),
     ),
 ]

@@ -174,7 +174,7 @@ class Engine:
         if step is not None and self._link.is_held and not self._is_first_token_close():
             self._link.give_back()
         is_busy = bool(self._in_flight)
-        keep = 1 if self._settings.overlap and step is not None else 0
+        keep = 1 if self._settings.overlap and step is not None and not self._is_launch_broken() else 0
         while len(self._in_flight) > keep:
             self._commit_oldest()
             has_committed = True
@@ -184,6 +184,12 @@ class Engine:
             self._watch.look(now)
         if not is_busy and not self._scheduler.has_work(now):
             self._sleep(now)
+
+    def _is_launch_broken(self) -> bool:
+        """Whether the newest step was not queued, or not all of it. Nothing may be launched behind it: rows
+        would lack its pages, and K and V go where their entries pointed before.
+        """
+        return isinstance(self._in_flight[-1].handle, BrokenHandle)
 
     def _is_first_token_close(self) -> bool:
         return first_tokens.are_close([launched.step for launched in self._in_flight])
@@ -219,12 +225,14 @@ class Engine:
         poison = self._poison
         if poison is None:
             return
-        events = self._ring.read(self._poisoned)
-        assert events is not None, "more page events in one step than the ring holds"
-        self._poisoned = events.last_number
-        freed = [page for kind, page in zip(events.kinds, events.pages, strict=True) if kind == FREED]
+        freed: set[int] = set()
+        while self._poisoned < self._ring.number:
+            events = self._ring.read(self._poisoned)
+            assert events is not None, "more page events in one step than the ring holds"
+            self._poisoned = events.last_number
+            freed.update(page for kind, page in zip(events.kinds, events.pages, strict=True) if kind == FREED)
         if freed:
-            poison(sorted(set(freed)))
+            poison(sorted(freed))
 
     def _sleep(self, now: float) -> None:
         """Nothing to run: until a command, a deadline, or the next observation."""
@@ -308,7 +316,9 @@ class Engine:
         while self._in_flight:
             launched = self._in_flight[0]
             try:
-                result = run_span_by_span(self._runner, launched.step, self._log_broken_span)
+                result = run_span_by_span(
+                    self._runner, launched.step, self._scheduler.row_start, self._log_broken_span
+                )
             except Exception as worse:
                 if is_out_of_memory(worse):
                     raise DeviceFull from worse

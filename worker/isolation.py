@@ -1,14 +1,17 @@
 """A step that raised, run again span by span, to find out whose sequence breaks it.
 
-Writing K and V twice gives the same K and V, so every span may run again. Each piece carries what the
-runner needs for its own row and nothing else. Owns nothing.
+Writing K and V twice gives the same K and V, so every span may run again. What a runner keeps of a row
+besides (counts of its tokens, where it stands in its constraint) may hold tokens of the steps that are void:
+each row is begun anew from what was committed. Each piece carries what the runner needs for its own row and
+nothing else. Owns nothing.
 """
 
 from array import array
 from collections.abc import Callable
 
 from worker.execution.runner import Runner
-from worker.scheduling.step import Step, StepResult, TokenLogprob
+from worker.ids import SequenceId
+from worker.scheduling.step import RowStart, Step, StepResult, TokenLogprob
 
 NO_TOKEN_ID = -1
 """Stands for the token of a span that failed; nobody reads it."""
@@ -21,8 +24,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(kind.__name__ in OUT_OF_MEMORY_NAMES for kind in type(error).__mro__)
 
 
-def one_span(step: Step, span: int) -> Step:
-    """The part of a step that concerns one span, and what concerns none: writing that twice is fine."""
+def one_span(step: Step, span: int, start: RowStart | None) -> Step:
+    """The part of a step that concerns one span, and what concerns none: writing that twice is fine.
+
+    `start`: how its row is as of the commit before this step; None: its sequence has ended.
+    """
     row = step.rows[span]
     others = set(step.rows) - {row}
     entries = [entry for entry, other in enumerate(step.new_page_rows) if other not in others]
@@ -36,7 +42,7 @@ def one_span(step: Step, span: int) -> Step:
         ends=step.ends[span : span + 1],
         sampled=(0,) if span in set(step.sampled) else (),
         num_decode=1 if span < step.num_decode and length == 1 else 0,
-        row_starts=[start for start in step.row_starts if start.row not in others],
+        row_starts=[each for each in step.row_starts if each.row == row] if start is None else [start],
         page_copies=[copy for copy in step.page_copies if copy.target in pages],
         new_page_rows=array("i", [step.new_page_rows[entry] for entry in entries]),
         new_page_indexes=array("i", [step.new_page_indexes[entry] for entry in entries]),
@@ -45,9 +51,15 @@ def one_span(step: Step, span: int) -> Step:
 
 
 def run_span_by_span(
-    runner: Runner, step: Step, on_failure: Callable[[Step, int, BaseException], None]
+    runner: Runner,
+    step: Step,
+    start_of: Callable[[SequenceId], RowStart | None],
+    on_failure: Callable[[Step, int, BaseException], None],
 ) -> StepResult:
-    """The result of a step whose spans run alone; who raises is in `failed`. Lets out-of-memory through."""
+    """The result of a step whose spans run alone; who raises is in `failed`. Lets out-of-memory through.
+
+    All steps before it must be committed: `start_of` says how rows are then.
+    """
     tokens: dict[int, int] = {}
     logprobs: dict[int, TokenLogprob] = {}
     prompt_logprobs = {}
@@ -56,7 +68,7 @@ def run_span_by_span(
     seconds = 0.0
     for span in range(len(step.rows)):
         try:
-            result = runner.launch(one_span(step, span)).result()
+            result = runner.launch(one_span(step, span, start_of(step.sequence_ids[span]))).result()
         except Exception as error:
             if is_out_of_memory(error):
                 raise

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from worker.execution.runner import RowsRead, Runner
 from worker.pages.violation import Violation
@@ -28,7 +28,7 @@ SWEEP_ROWS = 16
 READ_SECONDS = 5.0  # after which a copy is given up: the device stands still, which others report
 POLL_SECONDS = 0.002  # between two looks of an idle engine at a copy on its way
 
-_IN_BOOKS = CHECKS[:-1]
+*_IN_BOOKS, _ON_DEVICE = CHECKS
 
 logger = logging.getLogger("worker.audit")
 
@@ -44,6 +44,7 @@ class _Round:
     began: float
     revision: tuple[int, int]
     sweep: "_Sweep | None"
+    checks: set[str] = field(default_factory=set)  # that came to an answer, or broke
 
 
 @dataclass(slots=True)
@@ -125,7 +126,8 @@ class LiveAudit:
         this = self._round = _Round([], None, [], 0.0, now, revision, sweep)
         with _surviving("state_sum", this, found_ns):
             this.findings = [_finding(found, revision, found_ns) for found in source.check(num_pages)]
-        with _surviving("device_table", this, found_ns):
+            this.checks.update(_IN_BOOKS)
+        with _surviving(_ON_DEVICE, this, found_ns):
             this.spans = source.row_spans(num_rows, SPAN_SLOTS)
             this.read = self._runner.begin_read(this.spans) if this.spans else None
         this.seconds = self._clock() - began
@@ -133,11 +135,12 @@ class LiveAudit:
     def _finish(self, now: float, this: _Round) -> AuditRound | None:
         began, is_compared = self._clock(), False
         if this.read is not None:
-            with _surviving("device_table", this, self._now_ns()):
+            with _surviving(_ON_DEVICE, this, self._now_ns()):
                 is_compared = this.read.is_ready()
                 if is_compared:
                     on_device = this.read.result()
                     this.findings += compare_spans(this.spans, on_device, this.revision, self._now_ns())
+                    this.checks.add(_ON_DEVICE)
             if this.read is not None and not is_compared and now - this.began < READ_SECONDS:
                 return None
         self._round = None
@@ -148,7 +151,7 @@ class LiveAudit:
             rows = sum(span.first == 0 for span in this.spans) if is_compared else 0
             self._add_to(this.sweep, this, now, rows)
         return AuditRound(
-            checks=CHECKS if is_compared else _IN_BOOKS,
+            checks=[check for check in CHECKS if check in this.checks],
             findings=this.findings[:KEPT_FINDINGS],
             num_findings=len(this.findings),
             broken=frozenset(finding.check for finding in this.findings),
@@ -188,6 +191,7 @@ def _surviving(check: str, this: _Round, time_ns: int) -> Iterator[None]:
     except Exception as error:
         logger.exception("event=audit_broke check=%s", check)
         this.read = None
+        this.checks.add(check)
         subject, found = "the check itself", f"{type(error).__name__}: {error}"[:200]
         this.findings.append(Finding(check, subject, "an answer", found, None, None, this.revision, time_ns))
 

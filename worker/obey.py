@@ -33,6 +33,7 @@ from worker.messages import (
 )
 from worker.pinning import PIN_SOURCE, PinDesk
 from worker.profiling import StepProfiler
+from worker.readers.audit import SweepReport
 from worker.row_desk import RowDesk
 from worker.scheduling.output import OutputColumns
 from worker.scheduling.request import AddOutcome, AddStatus
@@ -59,6 +60,7 @@ class Obedience:
         self._rows = RowDesk(scheduler, runner, outputs, pool, clock)
         self._pins = PinDesk(scheduler, outputs)
         self._profiler = StepProfiler()
+        self._check: CheckIntegrity | None = None  # that waits for a check of everything
 
     @property
     def next_time(self) -> float | None:
@@ -80,6 +82,11 @@ class Obedience:
     def close(self) -> None:
         """The engine ends: calls that are not answered yet are told."""
         self._rows.close()
+        if (check := self._check) is not None:
+            self._check = None
+            text = "the worker ends"
+            failure = CallFailure(check.ticket, CallError.UNAVAILABLE, CallReason.DRAINING, text)
+            self._outputs.put(failure)
 
     def obey(self, command: EngineCommand, now: float) -> None:
         """Does it and puts its answer out."""
@@ -140,7 +147,12 @@ class Obedience:
             )
             self._outputs.put(failure)
             return
-        self._audit.sweep(lambda report: self._outputs.put(CheckAnswer(command.ticket, report)))
+        self._audit.sweep(lambda report: self._answer_check(command, report))
+        self._check = command
+
+    def _answer_check(self, command: CheckIntegrity, report: SweepReport) -> None:
+        self._check = None
+        self._outputs.put(CheckAnswer(command.ticket, report))
 
     def _flush(self, command: Flush, now: float) -> FlushAnswer:
         outcome = self._scheduler.flush(

@@ -26,7 +26,7 @@ from worker.channels import CommandQueue, Handover, OutputQueue
 from worker.config import ConfigError, WorkerConfig
 from worker.description import VERSION, PoolDescription, WorkerDescription
 from worker.devices import Device, DeviceFacts, row_width
-from worker.engine import EXIT_OK, Engine, EngineSettings
+from worker.engine import EXIT_BUG, EXIT_OK, Engine, EngineSettings
 from worker.execution.runner import Runner
 from worker.faults import plant
 from worker.ids import Row, SequenceId
@@ -88,6 +88,7 @@ class WorkerProcess:
         self._stack = ExitStack()
         self._engine: Engine | None = None
         self._is_stopping = False
+        self._has_failed = False
         self._is_loading = False
         try:
             with log_phase(logger, "facts"):
@@ -318,6 +319,7 @@ class WorkerProcess:
         return self._is_loading
 
     def _fail(self) -> None:
+        self._has_failed = True
         if self._engine is not None:
             self._engine.fail()
         self._is_stopping = True
@@ -334,7 +336,7 @@ class WorkerProcess:
         finally:
             self._is_loading = False
         if runner is None:
-            return EXIT_OK
+            return EXIT_BUG if self._has_failed else EXIT_OK
         try:
             with log_phase(logger, "first_steps"):
                 warm_up(runner, self.config.page_size)
@@ -370,7 +372,9 @@ class WorkerProcess:
             if (read_memory := getattr(runner, "memory_bytes", None)) is not None:
                 self.observer.memory.read_from(read_memory)
             self._engine = engine
-            if self._is_stopping:  # a signal came while the engine was made
+            if self._has_failed:  # a thread died while there was no engine to be told
+                engine.fail()
+            elif self._is_stopping:  # a signal came while the engine was made
                 engine.stop()
             log_event(
                 logger,

@@ -21,6 +21,7 @@ from kvatlas.worker.v1 import worker_pb2
 from worker.config import WorkerConfig
 from worker.description import WorkerState
 from worker.devices import DeviceFacts, FakeDevice
+from worker.engine import EXIT_BUG
 from worker.execution.runner import Runner
 from worker.link.addresses import AddressError
 from worker.link.testing import WAIT_SECONDS, TestService
@@ -183,6 +184,27 @@ def test_a_runner_that_fails_its_warm_up_never_becomes_ready(tmp_path: Path) -> 
     with pytest.raises(RuntimeError, match="no such kernel"), worker:
         worker.run()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("has_stopped", [False, True])
+def test_a_thread_that_dies_while_the_model_loads_is_no_orderly_end(
+    tmp_path: Path, has_stopped: bool
+) -> None:
+    class Slow(FakeDevice):
+        def build(self, config: WorkerConfig) -> Runner:
+            if not has_stopped:
+                let_the_observer_die()
+            return super().build(config)
+
+    def let_the_observer_die() -> None:
+        worker.observations.put("no observation")  # type: ignore[arg-type]
+        worker.observer.wake()
+        worker.observer.thread.join(WAIT_SECONDS)
+
+    with WorkerProcess(config_in(tmp_path), Slow()) as worker:
+        if has_stopped:
+            let_the_observer_die()
+        assert worker.run() == EXIT_BUG
 
 
 def test_facts_that_cannot_be_read_leave_nothing_behind(tmp_path: Path) -> None:

@@ -24,10 +24,11 @@ NUM_EVENTS = 100_000
 
 
 def recorded(
-    folder: Path, num_events: int, *, seed: int = 1, page_size: int = 4
+    folder: Path, num_events: int, *, seed: int = 1, page_size: int = 4, overlap: bool = False
 ) -> tuple[Path, list[PoolSnapshot]]:
     """A recording of so many events, and the pool's own snapshots along the way."""
-    worker = RecordedWorker(small_config(48, page_size, 6, 24, 60, event_capacity=16_384), folder, seed=seed)
+    config = small_config(48, page_size, 6, 24, 60, event_capacity=16_384)
+    worker = RecordedWorker(config, folder, seed=seed, overlap=overlap)
     load = RandomLoad(worker)
     worker.recorder.start_recording(RecordingOptions(max_seconds=1e9, max_bytes=1 << 30))
     snapshots: list[PoolSnapshot] = []
@@ -168,9 +169,13 @@ def test_a_flipped_event_is_found_and_named(
         assert at_once == 12
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(2, 7))
-def test_every_recorded_life_obeys_the_rules_and_ends_in_the_pool_state(tmp_path: Path, seed: int) -> None:
-    path, snapshots = recorded(tmp_path, 4_000, seed=seed, page_size=(1, 2, 3, 4, 16)[seed - 2])
+def test_every_recorded_life_obeys_the_rules_and_ends_in_the_pool_state(
+    tmp_path: Path, seed: int, overlap: bool
+) -> None:
+    page_size = (1, 2, 3, 4, 16)[seed - 2]
+    path, snapshots = recorded(tmp_path, 4_000, seed=seed, page_size=page_size, overlap=overlap)
     replay = Replay(Recording(path))
     for snapshot in snapshots[::5]:
         assert_same(replay.run_to(snapshot.number), snapshot)

@@ -394,6 +394,6 @@ def test_a_dead_end_on_the_torch_runner_has_its_own_reason() -> None:
     result = runner.launch(step).result()
     assert (list(result.dead_ends), list(result.token_ids)) == ([0], [NO_TOKEN_ID])
     assert "logit_bias" in result.failed[0]
-    again = run_span_by_span(runner, step, lambda *_: None)
+    again = run_span_by_span(runner, step, lambda _: None, lambda *_: None)
     assert list(again.dead_ends) == [0]
     runner.close()

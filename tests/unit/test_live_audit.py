@@ -10,7 +10,7 @@ from worker.faults import plant
 from worker.ids import SequenceId
 from worker.live_audit import READ_SECONDS, LiveAudit
 from worker.pages.page_cache import CacheConfig
-from worker.readers.audit import AuditRound, SweepReport
+from worker.readers.audit import AuditBook, AuditRound, SweepReport
 from worker.readers.metric_table import CHECKS
 from worker.scheduling.audit import RowSpan
 from worker.scheduling.request import RequestSpec
@@ -185,6 +185,12 @@ def test_a_check_that_breaks_is_a_finding_and_no_crash(part: str, monkeypatch: p
     checks = {finding.check for finding in found.findings if finding.subject == "the check itself"}
     assert checks >= ({"state_sum"} if part == "books" else {"device_table"})
     assert checks == set(found.broken)
+    book = AuditBook()
+    book.record(found)
+    failed = {check for check, result in book.results.items() if result.fails}
+    passed = {check for check, result in book.results.items() if result.passes}
+    assert failed == checks, "what breaks has failed"
+    assert passed == (set() if part == "books" else set(CHECKS) - checks), "what was not looked at is no pass"
     again = bench.look(3.0)
     assert again is not None, "the next round comes all the same"
 

@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from worker.ids import NO_PAGE
-from worker.pages.events import EventColumns, EventRing, PageEventKind
+from worker.pages.events import MAX_SPAN_US, EventColumns, EventRing, PageEventKind
 
 
 def same(count: int, value: int) -> "array[int]":
@@ -110,6 +110,18 @@ def test_the_limit_cuts_and_reading_goes_on_behind_it() -> None:
     assert events is not None
     assert pages_of(ring.read(events.last_number, limit=4)) == [4, 5, 6, 7]
     assert pages_of(ring.read(10)) == []
+
+
+def test_events_that_are_read_together_lie_within_32_bits_of_microseconds() -> None:
+    ring = EventRing(8)
+    for number, time_us in enumerate([5, 9, 5 + MAX_SPAN_US, 6 + MAX_SPAN_US, 3 * MAX_SPAN_US]):
+        ring.time_us = time_us
+        extend(ring, range(number, number + 1))
+    read: list[list[int]] = []
+    while sum(map(len, read)) < ring.number:
+        read.append(pages_of(ring.read(sum(map(len, read)))))
+    assert read == [[0, 1, 2], [3], [4]]
+    assert pages_of(ring.read(0, limit=2)) == [0, 1]
 
 
 @pytest.mark.parametrize("number", [1, -1])

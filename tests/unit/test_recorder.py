@@ -1,6 +1,8 @@
 """The flight recorder: what its files hold, where they begin and end, and that its faults reach nobody."""
 
 import errno
+import os
+import resource
 from array import array
 from collections.abc import Callable
 from contextlib import closing
@@ -135,6 +137,16 @@ def test_a_lookback_reaches_as_far_as_the_ring(tmp_path: Path) -> None:
     assert 512 <= report.num_events <= 1024
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_recording_that_begins_within_a_release_can_be_replayed(tmp_path: Path, seed: int) -> None:
+    """As far back as the ring reaches a map stands anywhere, of some seeds between RELEASED and CACHED."""
+    worker = RecordedWorker(small_config(48, 4, 6, 24, 60, event_capacity=1024), tmp_path, seed=seed)
+    run(worker, 400 + seed, every=5)
+    info = worker.recorder.start_recording(RecordingOptions(lookback_seconds=1e6))
+    worker.recorder.stop_recording(info.recording_id)
+    assert open_recording(path_of(worker, info.recording_id)).run().end == "STOPPED"
+
+
 def test_prompts_cannot_be_read_from_it_unless_asked_for(worker: RecordedWorker) -> None:
     secret = array("I", [0xC0FFEE] * 20)
     for with_token_ids in (False, True):
@@ -180,6 +192,15 @@ def test_rotation_goes_on_and_keeps_the_last_four(worker: RecordedWorker) -> Non
         assert later.header.first_number == earlier.ledger.revision, "nothing lies between two"
     replays[-1].run()
     assert replays[-1].ledger.revision == worker.scheduler.cache.events.number
+
+
+def test_no_recording_follows_one_whose_map_alone_fills_it(worker: RecordedWorker) -> None:
+    """It would be full at once, too: a map of the whole pool would be written in every turn, for ever."""
+    worker.recorder.start_recording(RecordingOptions(max_bytes=1000, rotate=True))
+    run(worker, 100, every=5)
+    (ended,) = worker.store.summaries()
+    assert ended.cause is EndCause.SIZE
+    assert worker.recorder.running is None
 
 
 def test_one_recording_runs_at_a_time(worker: RecordedWorker) -> None:
@@ -268,6 +289,23 @@ def test_a_full_disk_ends_the_recording_with_what_the_system_said(worker: Record
     worker.recorder.stop_recording("")
 
 
+def test_a_file_that_fails_when_it_is_closed_ends_that_recording_and_nothing_else(
+    worker: RecordedWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    info = worker.recorder.start_recording(RecordingOptions())
+    recording = worker.recorder._recording
+    assert recording is not None
+    os.close(recording._writer._file.fileno())
+    done: list[str] = []
+    worker.recorder.submit(lambda recorder: done.append("the next call"))
+    RandomLoad(worker, arrivals=1.0).turn()
+    worker.recorder._turn_safely()
+    ended = worker.store.find(info.recording_id)
+    assert (ended.cause, ended.message) == (EndCause.DISK, os.strerror(errno.EBADF))
+    assert done == ["the next call"]
+    assert "event=recorder_failed" not in caplog.text
+
+
 def test_a_folder_that_cannot_be_made_refuses_the_start_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     worker = RecordedWorker(small_config(48, 4, 6, 24, 60), tmp_path / "file" / "folder")
@@ -290,6 +328,48 @@ def test_a_failed_audit_leaves_a_recording_of_what_just_was(worker: RecordedWork
     report = replay.run()
     assert report.num_events == worker.scheduler.cache.events.number, "from the first event on"
     assert ["references of page 7" in each for each in report.violations] == [True]
+
+
+def test_a_worker_that_slept_for_hours_is_recorded_with_the_times_of_its_events(
+    worker: RecordedWorker,
+) -> None:
+    """The recording of a failed audit takes in all that the ring holds, however old."""
+    for _ in range(3):
+        run(worker, 20)
+        worker.now += 5000.0
+    worker.recorder.found([cache_pb2.IntegrityViolation(subject="page 3")], "trie: page 3")
+    worker.recorder.turn()
+    (info,) = worker.store.summaries()
+    replay = open_recording(path_of(worker, info.recording_id))
+    assert replay.run().num_events == worker.scheduler.cache.events.number
+    assert replay.time_us == worker.scheduler.cache.events.time_us
+
+
+def test_a_disk_that_fills_up_under_the_recording_of_an_audit_takes_no_other_call_along(
+    worker: RecordedWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(worker, 100)
+    done: list[str] = []
+    worker.recorder.found([cache_pb2.IntegrityViolation(subject="page 3")], "trie: page 3")
+    worker.recorder.submit(lambda recorder: done.append("the next call"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # the map fits, the events do not
+    try:
+        worker.recorder._turn_safely()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    (info,) = worker.store.summaries()
+    assert (info.cause, info.message) == (EndCause.DISK, os.strerror(errno.EFBIG))
+    assert done == ["the next call"]
+    assert "event=recorder_failed" not in caplog.text
+
+
+def test_work_that_breaks_takes_no_other_along(worker: RecordedWorker) -> None:
+    done: list[str] = []
+    worker.recorder.submit(lambda recorder: done.remove("nothing is there"))
+    worker.recorder.submit(lambda recorder: done.append("the next call"))
+    worker.recorder._turn_safely()
+    assert done == ["the next call"]
 
 
 def test_a_recording_that_runs_notes_what_an_audit_finds(worker: RecordedWorker) -> None:

@@ -11,14 +11,24 @@ from torch import Tensor
 from kernels.backend import AttentionBackend
 from kernels.cpu_backend import CpuBackend
 from kernels.reference import ReferenceBackend, attention
+from worker.channels import CommandQueue, Handover, OutputQueue
+from worker.description import ModelDescription, PoolDescription, WorkerDescription
+from worker.engine import EXIT_OK, Engine, EngineSettings
+from worker.execution.runner import BrokenHandle, StepHandle
 from worker.execution.torch_runner import NO_TOKEN_ID, RunnerConfig, TorchRunner
 from worker.ids import PageId, Row, SequenceId
 from worker.model.config import ModelConfig
 from worker.model.layers import Operations, RotaryTable, TorchEmbedding, TorchLinear
 from worker.model.llama import DecoderLayer, Model
 from worker.model.rope import RopeConfig
+from worker.pages.page_cache import CacheConfig
+from worker.scheduling.output import NO_TOKEN
+from worker.scheduling.request import RequestSpec
 from worker.scheduling.sampling import SamplingParams
+from worker.scheduling.scheduler import Scheduler
+from worker.scheduling.settings import SchedulerConfig
 from worker.scheduling.step import PageCopy, RowStart, Step, StepResult
+from worker.status import first_board
 
 CPU = torch.device("cpu")
 VOCAB, CONTEXT, HEAD_DIM, HEADS, KV_HEADS, LAYERS = 96, 64, 16, 6, 2, 2
@@ -446,3 +456,78 @@ def test_a_runner_closes_on_a_device_that_failed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "empty_cache", failed)
     runner.close()
     assert not hasattr(runner, "kv_pool")
+
+
+class HiccupRunner(TorchRunner):
+    """One step raises once: before anything of it runs, or when all of it has run."""
+
+    def break_step(self, number: int, *, behind: bool) -> None:
+        self._broken, self._behind = number, behind
+
+    def launch(self, step: Step) -> StepHandle:
+        if step.number != self._broken:
+            return super().launch(step)
+        self._broken = -1
+        if self._behind:
+            super().launch(step).result()
+        return BrokenHandle(RuntimeError("hiccup"))
+
+
+def served(
+    params: SamplingParams, *, overlap: bool, broken: int = -1, behind: bool = False
+) -> list[list[int]]:
+    """What an engine answers to three requests; step `broken` raises once."""
+    config = Harness(page_size=4).runner._config
+    runner = HiccupRunner(MODEL, ReferenceBackend(), config, CPU)
+    runner.break_step(broken, behind=behind)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            CacheConfig(config.num_pages, 4), max_running=6, max_step_tokens=16, max_context_tokens=CONTEXT
+        )
+    )
+    for number in (1, 2, 3):
+        prompt = array("I", [*PROMPT, number])
+        assert not scheduler.add(RequestSpec(SequenceId(number), prompt, params, source="s"), 0.0).message
+    outputs: OutputQueue = OutputQueue(1000)
+    pool = PoolDescription(config.num_pages, 4, 6, CONTEXT, "lru")
+    model = ModelDescription("m", VOCAB, CONTEXT)
+    board = first_board(WorkerDescription("w", 1, model, pool, 6, CONTEXT, 1, (), "", b""), 0.0)
+    engine = Engine(
+        scheduler,
+        runner,
+        EngineSettings(overlap=overlap),
+        commands=CommandQueue(8),
+        outputs=outputs,
+        observations=Handover(1000),
+        board=board,
+        on_state=lambda: None,
+    )
+    engine.stop()  # what was accepted is finished
+    assert engine.run() == EXIT_OK
+    found: dict[int, list[int]] = {1: [], 2: [], 3: []}
+    for message in outputs.take(1000):
+        columns = message.by_source["s"]
+        for sequence_id, token in zip(columns.sequence_ids, columns.token_ids, strict=True):
+            assert token != NO_TOKEN, "nobody ends but by its last token"
+            found[sequence_id].append(token)
+    outputs.close()
+    return list(found.values())
+
+
+@pytest.mark.parametrize("broken", range(2, 10))
+def test_no_step_runs_behind_one_that_did_not(broken: int) -> None:
+    """Its rows would lack the pages of that step: it would write K and V where others have theirs."""
+    params = SamplingParams(max_tokens=14, stop_at_eos=False)
+    assert served(params, overlap=True, broken=broken) == served(params, overlap=True)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_penalties_count_no_token_of_a_step_that_is_void(overlap: bool, behind: bool) -> None:
+    """A step that raised runs again, and so does the one behind it, which had drawn already."""
+    params = SamplingParams(
+        max_tokens=14, frequency_penalty=0.7, presence_penalty=0.9, repetition_penalty=1.4, stop_at_eos=False
+    )
+    expected = served(params, overlap=overlap)
+    assert [len(tokens) for tokens in expected] == [14, 14, 14]
+    assert served(params, overlap=overlap, broken=7, behind=behind) == expected

@@ -202,10 +202,24 @@ def test_cached_pages_are_found_by_whoever_knows_their_keys(page_size: int) -> N
     assert simulation.scheduler.check() == []
 
 
-def test_each_sample_of_a_request_ends_after_its_own_tokens() -> None:
-    counts = Simulation(trace([request(0, 20, 7, 1, 30)]), Setting(64, 16, "lru"), STEP).run()
+@pytest.mark.parametrize("overlap", [False, True])
+def test_each_sample_of_a_request_ends_after_its_own_tokens(overlap: bool) -> None:
+    """With overlap a sample is in one step more, which was launched before its end was seen."""
+    samples = trace([request(0, 20, 7, 1, 30)], limits=Limits(8, 256, 512, overlap=overlap))
+    counts = Simulation(samples, Setting(64, 16, "lru"), STEP).run()
     assert counts.output_tokens == 38
     assert counts.num_requests == 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_cancelled_within_its_prompt_leaves_its_step_alone(overlap: bool) -> None:
+    cancelled = TraceRequest(0.0, 500, 5, array("Q"), [Output(0, array("Q"), 0.015)])
+    limits = Limits(8, 64, 512, overlap=overlap)
+    counts = Simulation(
+        trace([cancelled, request(0, 20, 30)], limits=limits), Setting(64, 16, "lru"), STEP
+    ).run()
+    assert (counts.num_requests, counts.output_tokens) == (2, 30)
+    assert counts.prompt_tokens_computed < 520
 
 
 def test_what_ended_without_a_token_leaves_when_it_left() -> None:

@@ -19,6 +19,10 @@ from worker.messages import (
     Abort,
     AddAnswer,
     AddRequest,
+    CallError,
+    CallFailure,
+    CallReason,
+    CheckIntegrity,
     DropSource,
     EngineCommand,
     LinkMessage,
@@ -471,6 +475,23 @@ def test_after_the_grace_the_rest_is_handed_over(overlap: bool) -> None:
         assert b.end() == EXIT_OK
         codes = b.finish(*range(1, 12))
     assert set(codes.values()) == {FinishCode.DRAINED}
+
+
+def test_a_check_of_everything_that_the_end_breaks_off_is_told() -> None:
+    made = Bench(EngineSettings(), lambda stage, step: None, output_limit=100, pages=64)
+    ticket = Ticket("s", 7)
+    made.commands.put(CheckIntegrity(ticket))
+    made.engine.stop()
+    made.thread.start()
+    made.end()
+    made.outputs.close()
+    (failure,) = made.others
+    assert isinstance(failure, CallFailure)
+    assert (failure.ticket, failure.error, failure.reason) == (
+        ticket,
+        CallError.UNAVAILABLE,
+        CallReason.DRAINING,
+    )
 
 
 def test_a_second_signal_does_not_wait_for_the_grace() -> None:

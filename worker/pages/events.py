@@ -10,6 +10,7 @@ duplicate that gave way; otherwise 0.
 """
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
@@ -18,6 +19,9 @@ from worker.ids import NO_PAGE
 
 HIT_TAG = 1
 """Tag of SHARED and REVIVED events that a prefix look-up caused."""
+
+MAX_SPAN_US = 0xFFFF_FFFF
+"""From first to last of the events that are read together: readers hand times on as offsets of 32 bits."""
 
 
 class PageState(IntEnum):
@@ -166,7 +170,8 @@ class EventRing:
         self._number += count
 
     def read(self, after_number: int, limit: int = 65_536, with_tokens: bool = False) -> EventColumns | None:
-        """Events after ``after_number``, at most ``limit``; from any thread.
+        """Events after ``after_number``, at most ``limit``, none more than MAX_SPAN_US after the first; from
+        any thread.
 
         None: the reader lagged and some of them are overwritten; it needs a snapshot. A number
         that was not given yet is the reader's bug: ValueError.
@@ -177,9 +182,17 @@ class EventRing:
         count = min(last - after_number, limit, self.capacity)
         if after_number + self.capacity < self._claimed:
             return None
-        columns = self._copy(after_number, count, with_tokens)
+        columns = self._copy(after_number, self._near(after_number, count), with_tokens)
         # Looked at again after the copy: the writer claims a place before it touches it.
         return None if after_number + self.capacity < self._claimed else columns
+
+    def _near(self, after_number: int, count: int) -> int:
+        """How many of the next ``count`` events lie within MAX_SPAN_US: nearly always all."""
+        times, mask = self._times, self.capacity - 1
+        last_us = times[after_number & mask] + MAX_SPAN_US
+        if not count or times[(after_number + count - 1) & mask] <= last_us:
+            return count
+        return bisect_right(range(count), last_us, key=lambda place: times[(after_number + place) & mask])
 
     def _copy(self, after_number: int, count: int, with_tokens: bool) -> EventColumns:
         at = after_number & (self.capacity - 1)

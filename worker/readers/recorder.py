@@ -34,6 +34,7 @@ MAX_WAITING_CALLS = 64
 MAX_NOTE = 256
 ALL_SECONDS = 1e9  # as far back as there is anything
 DUMP_INTERVAL_SECONDS = 600.0  # between two recordings after failed audits
+MAX_DUMP_BYTES = 1 << 30  # of one of them: the maps of large pools are more than 64 MiB
 
 logger = logging.getLogger("worker.recorder")
 
@@ -163,9 +164,16 @@ class Recorder:
         self._take_traffic()
         self._follow()
         for work in self._work.take_all():
-            work(self)
+            self._do_safely(work)
         if self._recording is not None and self._clock() >= self._ends:
             self._end_and_go_on(EndCause.DURATION)
+
+    def _do_safely(self, work: Work) -> None:
+        """What one asked for may break; the others that wait are done all the same."""
+        try:
+            work(self)
+        except Exception:
+            logger.exception("event=recorder_failed")
 
     def _take_traffic(self) -> None:
         steps: list[StepCount] = []
@@ -340,12 +348,15 @@ class Recorder:
             return
         self._next_dump = now + DUMP_INTERVAL_SECONDS
         try:
-            self.start_recording(RecordingOptions(lookback_seconds=ALL_SECONDS, note=why[:MAX_NOTE]))
+            self.start_recording(
+                RecordingOptions(lookback_seconds=ALL_SECONDS, max_bytes=MAX_DUMP_BYTES, note=why[:MAX_NOTE])
+            )
         except OSError as error:
             log_event(logger, logging.ERROR, "recording_failed", why=error)
             return
-        self.note_violations(violations, why)
-        self._end(EndCause.AUDIT)
+        if self._recording is not None:  # else it has ended by itself: the disk is full
+            self.note_violations(violations, why)
+            self._end(EndCause.AUDIT)
 
     def _end(self, cause: EndCause, why: str = "") -> RecordingSummary:
         recording, self._recording = self._recording, None
@@ -368,9 +379,13 @@ class Recorder:
         return summary
 
     def _end_and_go_on(self, cause: EndCause) -> None:
-        """At its bound; with rotation the next one begins where this one ends."""
+        """At its bound; with rotation the next one begins where this one ends.
+
+        Where the map alone is as large as the bound there is no next one: it would end as soon as it began.
+        """
+        recording, options = self._recording, self._options
         self._end(cause)
-        if not self._options.rotate:
+        if not options.rotate or recording is None or recording.map_bytes >= options.max_bytes:
             return
         try:
             self._begin(self._options, self.now_us())

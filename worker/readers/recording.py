@@ -42,6 +42,7 @@ class Recording:
         self._writer = FrameWriter(path)
         self._write_all([frames.header(self.recording_id, ledger, start_us, with_token_ids, note)])
         self._write_all(frames.snapshot(ledger))
+        self.map_bytes = self.num_bytes  # what any recording of this pool begins with
         if self.failure:
             self._writer.close()
             path.unlink(missing_ok=True)
@@ -107,7 +108,10 @@ class Recording:
             state_digest=state_digest(ledger.states.tobytes(), ledger.flags.tobytes(), ledger.refs.tobytes()),
         )
         self._write_all([cache_pb2.RecordingFrame(end=end)])
-        self._writer.close()
+        try:
+            self._writer.close()
+        except OSError as error:  # a network's disk may say only here that it is full
+            self.failure = self.failure or error.strerror or str(error)
         return self.summary(time_us, cause)
 
     def summary(self, time_us: int, cause: EndCause = EndCause.NONE) -> RecordingSummary:

@@ -15,8 +15,6 @@ from worker.pages.violation import Violation
 from worker.scheduling.books import Books
 from worker.scheduling.sequence import Place, Sequence
 
-CHECKS = ("state_sum", "refcount", "free_list", "page_table", "trie")
-
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:

@@ -100,8 +100,11 @@ class Books:
         self.bills: list[float] = []  # page-seconds of requests that ended
 
     def set_clock(self, step: int, now: float) -> None:
-        """Page events from here on carry this step and time."""
-        self.cache.set_clock(step, max(0, int((now - self.config.start_time) * 1e6)))
+        """Page events from here on carry this step and time. Neither goes back from one event to the next: a
+        step may be committed when the one behind it has been planned, and then that one counts.
+        """
+        events, time_us = self.cache.events, int((now - self.config.start_time) * 1e6)
+        self.cache.set_clock(max(step, events.step), max(time_us, events.time_us))
 
     def mark(self, sequence: Sequence, first_page: int) -> None:
         """The state changed, and maybe pages from ``first_page`` on."""

@@ -38,7 +38,8 @@ from worker.scheduling.planning import Planner
 from worker.scheduling.request import AbortReason, AddOutcome, AddStatus, RequestSpec
 from worker.scheduling.sequence import Place, Request, Sequence
 from worker.scheduling.settings import SchedulerConfig
-from worker.scheduling.step import Step, StepResult
+from worker.scheduling.step import RowStart, Step, StepResult
+from worker.scheduling.step_builder import row_start
 from worker.scheduling.timers import TimerKind
 from worker.stats import EngineCounts, SequenceView
 from worker.traffic import Arrival, Departure
@@ -223,6 +224,11 @@ class Scheduler:
         self._stalled = False
         books.release_held(step.number)
         self.fail(step.sequence_ids, reason, message, now)
+
+    def row_start(self, sequence_id: int) -> RowStart | None:
+        """What the runner must know of a sequence to begin its row anew; None: it has no row now."""
+        sequence = self._books.sequences.get(SequenceId(sequence_id))
+        return None if sequence is None or not sequence.owner else row_start(sequence)
 
     @property
     def num_in_flight(self) -> int:

@@ -56,6 +56,19 @@ class TableWrites:
         self.ids.extend(pages)
 
 
+def row_start(sequence: Sequence) -> RowStart:
+    """What the runner must know of a sequence to go on with it, as far as its tokens are committed."""
+    return RowStart(
+        row=sequence.row,
+        sequence_id=sequence.id,
+        choice_index=sequence.choice_index,
+        token_ids=sequence.tokens[:],
+        num_prompt_tokens=sequence.num_prompt,
+        params=sequence.request.spec.params,
+        eos_token_ids=sequence.eos_ids,
+    )
+
+
 class StepBuilder:
     """Builds one step at a time."""
 
@@ -148,17 +161,7 @@ class StepBuilder:
             sequence = span.sequence
             if not sequence.started:
                 sequence.started = True
-                started.append(
-                    RowStart(
-                        row=sequence.row,
-                        sequence_id=sequence.id,
-                        choice_index=sequence.choice_index,
-                        token_ids=sequence.tokens[:],
-                        num_prompt_tokens=sequence.num_prompt,
-                        params=sequence.request.spec.params,
-                        eos_token_ids=sequence.eos_ids,
-                    )
-                )
+                started.append(row_start(sequence))
             writes.add(sequence, sequence.num_written)
             sequence.num_written = len(sequence.pages)
         return started

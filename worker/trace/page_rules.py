@@ -64,6 +64,10 @@ class PageRules:
                 self.num_children[self.parents[page]] += 1
         self._due: dict[int, tuple[Kind, int]] = {}  # what the next event of a page must be, and whose
         self._time_us = 0
+        self._now = (step, 0)  # step and time of the event that is applied
+        self._began: tuple[int, int] | None = None  # step and time of the first event
+        # Pages that nobody holds, until their first event; some may be within a release, see `_settle`.
+        self._unheld = {page for page, state in enumerate(self.states) if state in (CACHED, PINNED)}
 
     def apply(self, events: EventColumns) -> None:
         """Consecutive events. Raises BadEvent at the first that is not allowed."""
@@ -79,6 +83,7 @@ class PageRules:
         )
         for offset, (kind, page, owner, refs, other, step, time_us) in enumerate(columns):
             number = events.first_number + offset
+            self._now = (step, time_us)
             try:
                 self._check_place(number, kind, page, step, time_us)
                 self._apply(Kind(kind), page, owner, other)
@@ -88,6 +93,7 @@ class PageRules:
                 name = Kind(kind).name if kind in _KINDS else f"kind {kind}"
                 raise BadEvent(number, step, name, page, str(broken)) from None
             self.number, self.step, self._time_us = number, step, time_us
+            self._began = self._began or (step, time_us)
 
     def _check_place(self, number: int, kind: int, page: int, step: int, time_us: int) -> None:
         if number != self.number + 1:
@@ -103,10 +109,13 @@ class PageRules:
 
     def _apply(self, kind: Kind, page: int, owner: int, other: int) -> None:
         due = self._due.pop(page, None)
+        is_unheld = page in self._unheld
+        self._unheld.discard(page)
         if due is not None and due != (kind, owner):
             raise _Broken(f"{due[0].name} of owner {due[1]} had to follow")
         if due is None and kind is Kind.CACHED:
-            raise _Broken("its last reference was not released by the event before")
+            self._settle(page, is_unheld)
+            return
         match kind:
             case Kind.ALLOCATED:
                 self._must_be(page, FREE)
@@ -185,6 +194,13 @@ class PageRules:
         if not self.flags[page] & SEALED_FLAG:
             raise _Broken("it is not sealed")
         self.states[page] = PINNED if self.flags[page] & PINNED_FLAG else CACHED
+
+    def _settle(self, page: int, is_unheld: bool) -> None:
+        """A recording may begin in the middle of a release: pages were released before its map, which has
+        them as they will be, and are CACHED after it, at the time of its first event.
+        """
+        if not is_unheld or self._began not in (None, self._now):
+            raise _Broken("its last reference was not released by the event before")
 
     def _evict(self, page: int, owner: int) -> None:
         self._must_be(page, CACHED, ACTIVE)

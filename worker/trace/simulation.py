@@ -11,10 +11,10 @@ had; a sequence ends after as many tokens as it did then.
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain, count
+from itertools import chain, count, repeat
 
 from worker.pages.page_cache import CacheConfig
-from worker.scheduling.output import OutputColumns
+from worker.scheduling.output import NO_TOKEN, OutputColumns
 from worker.scheduling.request import AbortReason, AddStatus, RequestSpec
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.settings import SchedulerConfig
@@ -26,6 +26,7 @@ from worker.trace.warm_start import fill_cache
 from worker.trace.workload import Limits, Trace, TraceRequest
 
 LOOK_STEPS = 64  # between two looks at waste and progress
+_ENDED = repeat(0)  # tokens of a sequence that ended behind the launch: nobody looks at them
 
 
 class Cancelled(Exception):
@@ -162,13 +163,15 @@ class Simulation:
         ids = step.sequence_ids
         if len(step.sampled) < len(ids):
             ids = [ids[at] for at in step.sampled]
-        tokens = list(map(next, map(self._tokens.__getitem__, ids)))
+        token_ids = self._tokens.get
+        tokens = [next(token_ids(sequence_id, _ENDED)) for sequence_id in ids]
         self.scheduler.commit(step, StepResult(tokens), self._now)
 
     def _collect(self, columns: OutputColumns) -> None:
         is_counted = self._now >= self._count_from
         if is_counted:
-            self.counts.output_tokens += len(columns.token_ids)
+            token_ids = columns.token_ids
+            self.counts.output_tokens += len(token_ids) - token_ids.count(NO_TOKEN)
             for start in columns.starts:
                 if start.sequence_id not in self._uncounted:
                     self.counts.admit(start, self._excess.get(start.sequence_id, 0))

@@ -39,8 +39,11 @@ class RecordedWorker:
         seed: int = 1,
         step_seconds: Callable[[Step], float] = lambda step: 0.01,
         traffic_limit: int = TRAFFIC_LIMIT,
+        overlap: bool = False,
     ) -> None:
         self.scheduler = Scheduler(config)
+        self._overlap = overlap
+        self._in_flight: deque[tuple[Step, float]] = deque()  # steps, and when they were launched
         self.random = random.Random(seed)
         self.now = 0.0
         self.traffic: TrafficQueue = TrafficQueue(traffic_limit)
@@ -87,19 +90,28 @@ class RecordedWorker:
         self.scheduler.abort(sequence_ids, AbortReason.CLIENT, self.now)
 
     def step(self, next_token: Callable[[int], int] | None = None) -> Step | None:
-        """One step, committed; None: nothing could run. ``next_token``: of a sequence, by id."""
-        began = self.now
-        step = self.scheduler.schedule(began)
-        if step is None:
+        """One step, and the commit of it, with overlap of the one before; None: nothing could run.
+
+        ``next_token``: of a sequence, by id.
+        """
+        step = self.scheduler.schedule(self.now)
+        if step is not None:
+            self._in_flight.append((step, self.now))
+            self.now += self._step_seconds(step)
+        elif not self._in_flight:
             self._last_end = None
             return None
-        self.now += self._step_seconds(step)
         choose = next_token or (lambda sequence_id: self.random.randrange(64))
+        while len(self._in_flight) > (self._overlap and step is not None):
+            self._commit_oldest(choose)
+        return step
+
+    def _commit_oldest(self, choose: Callable[[int], int]) -> None:
+        step, began = self._in_flight.popleft()
         tokens = [choose(step.sequence_ids[at]) for at in step.sampled]
         self.scheduler.commit(step, StepResult(tokens), self.now)
         self.scheduler.take_outputs()
         self._tell(step, began)
-        return step
 
     def _tell(self, step: Step, began: float) -> None:
         seconds = self.now - (self._last_end or began)
