@@ -211,6 +211,17 @@ def test_what_if_asks_only_when_told_and_shows_today(pages: LivePages) -> None:
     assert shown["Twice the memory"].endswith("%")
 
 
+@pytest.mark.parametrize("page_size", [1, 256])
+def test_what_if_offers_the_page_size_that_the_pool_has(
+    pages: LivePages, monkeypatch: pytest.MonkeyPatch, page_size: int
+) -> None:
+    follower = pages.follower("")
+    assert follower is not None
+    geometry = replace(follower.live_map.geometry(), page_size=page_size)
+    monkeypatch.setattr(follower.live_map, "geometry", lambda: geometry)
+    assert run("what_if").button_group(key="sizes").value == [page_size]
+
+
 @pytest.mark.parametrize("looked_up", [0, 160])
 def test_results_of_look_ups_are_drawn_where_there_were_any(
     pages: LivePages, monkeypatch: pytest.MonkeyPatch, looked_up: int
