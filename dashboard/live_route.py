@@ -8,6 +8,7 @@ Origin is compared here, before a socket is accepted.
 import asyncio
 import hashlib
 import json
+import re
 import struct
 import zlib
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from dashboard.viewer import Viewer
 COMPONENTS = Path(__file__).parent / "components"
 MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".json": "application/json"}
 MAX_COMMAND_CHARACTERS = 200
+COLUMN = re.compile(r"[0-9]{1,15}")  # a number of the spectrogram's
 REFUSED, TOO_MANY = 1008, 1013  # close codes: policy, try again later
 
 
@@ -110,7 +112,7 @@ class LiveRoutes:
             return Response(status_code=403)
         follower = self._pages().follower(request.query_params.get("worker", ""))
         since = request.query_params.get("since", "0")
-        if follower is None or not since.isdigit():
+        if follower is None or not COLUMN.fullmatch(since):
             return Response(status_code=404)
         with follower.live_map.lock:
             gram = follower.live_map.spectrogram

@@ -5,6 +5,7 @@ Knows no sockets. Frames are bytes (frames.py) or text (JSON: hello, status, tic
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -50,7 +51,7 @@ class Viewer:
         if "lists" in wish:
             self._wants_lists, self._seen_lists = bool(wish["lists"]), -1
         at = wish.get("at")
-        if isinstance(at, int | float) and np.isfinite(at):
+        if isinstance(at, int | float) and math.isfinite(at):
             self._past_ms = float(at)
         if wish.get("live"):
             self._past_ms, self._shown_past_ms, self._seen, self._seen_lists = None, None, -1, -1
@@ -205,4 +206,4 @@ def _rate(text: Any) -> float:
         rate = float(text)
     except (TypeError, ValueError):
         return DEFAULT_HZ
-    return min(max(rate, MIN_HZ), MAX_HZ) if np.isfinite(rate) else DEFAULT_HZ
+    return min(max(rate, MIN_HZ), MAX_HZ) if math.isfinite(rate) else DEFAULT_HZ

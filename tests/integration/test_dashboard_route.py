@@ -236,9 +236,10 @@ def test_a_viewer_can_go_back_and_return(dashboard: Dashboard) -> None:
 
 
 def test_nonsense_from_a_viewer_harms_nobody(dashboard: Dashboard) -> None:
+    far = '{"at":1%s,"live":1}' % ("0" * 30)  # a moment that no u64 holds
     with dashboard.open("?hz=nan&lists=x&worker=") as socket:
         viewer = Viewer(socket)
-        for text in ("", "[]", "{", '{"hz":"fast"}', '{"at":"now"}', '{"at":1e400}', '{"hz":1e9}', "7"):
+        for text in ("", "[]", "{", '{"hz":"fast"}', '{"at":"now"}', '{"at":1e400}', '{"hz":1e9}', "7", far):
             socket.send(text)
         viewer.until(frames.SNAPSHOT)
         viewer.until(frames.DELTA)
@@ -311,7 +312,8 @@ def test_the_spectrogram_goes_on_where_a_reader_stands(dashboard: Dashboard) -> 
     first, count, _, _ = read(told[1] - 1)
     assert first == told[1] - 1
     assert count >= 1
-    assert dashboard.get("live/spectrogram?since=x")[0] == 404
+    for nonsense in ("x", "%C2%B2", "9" * 30):
+        assert dashboard.get(f"live/spectrogram?since={nonsense}")[0] == 404
     assert dashboard.get("live/spectrogram?worker=nobody")[0] == 404
 
 

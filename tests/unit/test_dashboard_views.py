@@ -371,6 +371,19 @@ def test_a_link_cannot_put_its_words_on_the_page(pages: LivePages) -> None:
     assert drawn(app)["page_map.js"]["at"] is None
 
 
+@pytest.mark.parametrize("text", ["²", "-1", str(2**32 - 1), "9" * 30])
+def test_a_number_that_is_none_of_a_page_names_nothing(pages: LivePages, text: str) -> None:
+    """Digits of other scripts are no numbers, and a message has no place for larger ones."""
+    app = run("page_map", page=text)
+    assert drawn(app)["page_map.js"]["selected"] is None
+    assert "Click a page" in texts_of(app)
+
+
+@pytest.mark.parametrize("text", ["²", "-1", "9" * 30])
+def test_a_number_that_is_no_moment_names_nothing(pages: LivePages, text: str) -> None:
+    assert drawn(run("page_map", t=text))["page_map.js"]["at"] is None
+
+
 def test_whoever_asks_first_makes_the_one_source(monkeypatch: pytest.MonkeyPatch) -> None:
     """B119: each would be a channel to the service that nobody closes."""
     made: list[DemoSource] = []
