@@ -19,7 +19,7 @@ def inspect(follower: Follower) -> None:
     selected, more = query_page(), st.session_state.get("more_pages", [])
     if request_id:
         _request(follower, request_id)
-    for page in [selected, *more]:
+    for page in dict.fromkeys([selected, *more]):  # each once: its widgets are named by it
         if page is not None:
             _page(follower, page)
     if not request_id and selected is None:

@@ -371,6 +371,17 @@ def test_a_link_cannot_put_its_words_on_the_page(pages: LivePages) -> None:
     assert drawn(app)["page_map.js"]["at"] is None
 
 
+def test_a_page_that_is_picked_again_is_inspected_once(pages: LivePages, source: DemoSource) -> None:
+    """A click, a second page with the shift key, and the first one again."""
+    first, second = source.pool.running[0].pages[:2]
+    app = run("page_map", page=str(first))
+    app.session_state["more_pages"] = [second, first]
+    app.run()
+    assert not app.exception, [each.value for each in app.exception]
+    titles = [str(each.value) for each in app.subheader]
+    assert titles == [f"Page {first}", f"Page {second}"]
+
+
 @pytest.mark.parametrize("text", ["²", "-1", str(2**32 - 1), "9" * 30])
 def test_a_number_that_is_none_of_a_page_names_nothing(pages: LivePages, text: str) -> None:
     """Digits of other scripts are no numbers, and a message has no place for larger ones."""
