@@ -116,7 +116,7 @@ class LiveRoutes:
             return Response(status_code=404)
         with follower.live_map.lock:
             gram = follower.live_map.spectrogram
-            first = max(int(since), gram.first_number)
+            first = gram.first_for(int(since))
             columns, times, cuts = gram.columns(first)
             figures, _ = gram.figures(first)
             bands, page_count = gram.num_bands, gram.page_count

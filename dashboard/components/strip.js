@@ -32,7 +32,7 @@ export class Strip {
     this.isBusy = true;
     try {
       const answer = await readSpectrogram(this.url, this.next);
-      if (answer.first + answer.times.length < this.next || answer.pageCount !== this.pageCount) this.columns = [];
+      if (!continues(answer, this)) this.columns = [];
       this.pageCount = answer.pageCount;
       answer.times.forEach((time, at) => {
         this.columns.push({ time, cut: answer.cuts[at], figures: answer.figures.subarray(at * FIGURES, (at + 1) * FIGURES) });
@@ -110,6 +110,11 @@ export class Strip {
     context.fillStyle = colour;
     context.fillRect(start + at * step - 1, 0, 3, this.canvas.height);
   }
+}
+
+// Whether columns follow those that a reader has: not those of another process or of a pool of another size.
+export function continues({ first, pageCount }, reader) {
+  return first >= reader.next && pageCount === reader.pageCount;
 }
 
 // Columns from number `since` on: {first, bands, pageCount, times, cuts, figures, columns}.

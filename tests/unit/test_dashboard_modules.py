@@ -217,6 +217,16 @@ for (const [name, value] of Object.entries(read)) told[name] = ArrayBuffer.isVie
     }
 
 
+def test_columns_of_another_process_or_pool_do_not_follow_those_that_are_there() -> None:
+    told = node(f"""
+const {{ continues }} = await import("{COMPONENTS}/strip.js");
+const reader = {{ next: 500, pageCount: 30 }};
+const answers = [[500, 30], [520, 30], [0, 30], [500, 31]];
+told.follows = answers.map(([first, pageCount]) => continues({{ first, pageCount }}, reader));
+""")
+    assert told["follows"] == [True, True, False, False]
+
+
 def test_ramps_are_monotonous_in_lightness() -> None:
     told = node(f"""
 const {{ ramp }} = await import("{COMPONENTS}/colours.js");

@@ -251,6 +251,29 @@ def test_columns_are_bounded_and_a_restart_is_a_cut() -> None:
     assert gram.columns(7)[1].tolist() == [7000.0]
 
 
+def test_a_reader_of_columns_goes_on_with_a_pool_of_another_size() -> None:
+    """It has all columns before a number, and asks for that one next."""
+    gram = Spectrogram(5)
+
+    def add(seconds: range, pages: int) -> None:
+        moment = Moment(np.ones(pages, np.uint8), np.zeros(pages, np.uint32), 0, (0,) * len(FIGURES))
+        for second in seconds:
+            gram.add(second * 1000.0, moment)
+
+    gram.resize(100, is_restart=False)
+    add(range(8), 100)
+    has = gram.next_number
+    gram.resize(200, is_restart=True)
+    assert gram.columns(0)[1].tolist() == [], "none of the other size"
+    add(range(8, 10), 200)
+    first = gram.first_for(has)
+    assert first == has
+    assert gram.columns(first)[1].tolist() == [8000.0, 9000.0]
+    assert gram.columns(first)[2].tolist() == [True, False]
+    assert gram.first_for(0) == gram.first_number
+    assert gram.first_for(5000) == gram.first_number, "it read the columns of another process"
+
+
 def test_a_counter_that_fell_began_anew_and_no_rate_is_negative() -> None:
     """B120: a worker that starts again counts from 0."""
     figures = np.zeros((4, len(FIGURES)), np.uint32)
