@@ -67,7 +67,8 @@ class Spectrogram {
     if (document.hidden || this.isBusy) return;
     this.isBusy = true;
     try {
-      const answer = await readSpectrogram(this.data.spectrogram, this.next);
+      const { spectrogram } = this.data, answer = await readSpectrogram(spectrogram, this.next);
+      if (spectrogram !== this.data.spectrogram) return; // another worker's
       if (!continues(answer, this)) this.columns = [];
       this.pageCount = answer.pageCount;
       this.bands = answer.bands;

@@ -27,11 +27,20 @@ export class Strip {
     clearInterval(this.timer);
   }
 
+  // Another worker's pages.
+  follow(url) {
+    this.url = url;
+    this.columns = [];
+    this.next = 0;
+    this.setPast(null);
+  }
+
   async poll() {
     if (document.hidden || this.isBusy) return;
     this.isBusy = true;
     try {
-      const answer = await readSpectrogram(this.url, this.next);
+      const { url } = this, answer = await readSpectrogram(url, this.next);
+      if (url !== this.url) return;
       if (!continues(answer, this)) this.columns = [];
       this.pageCount = answer.pageCount;
       answer.times.forEach((time, at) => {

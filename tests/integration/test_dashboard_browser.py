@@ -483,6 +483,34 @@ def test_the_playground_streams_and_shows_what_was_cached(tab: Tab) -> None:
     assert tab.page.get_by_test_id("stException").count() == 0
 
 
+def test_another_worker_is_shown_as_it_is_now_with_its_own_ten_minutes(browser: Any, tmp_path: Path) -> None:
+    """Nothing stays of the one before: neither its past, nor the strip below the map, nor what is ringed."""
+    feed = FeedServer(400, worker_id="large", beside=FeedServer(100, worker_id="small")).start()
+    dashboard = Dashboard(tmp_path, feed.address)
+    tab = Tab(browser, dashboard.url + "?worker=large&layout=request")
+    shown = lambda: tab.node.evaluate(  # noqa: E731
+        "(node) => { const { hello, strip, feed, pastMs, ringOwner } = node.getRootNode().kvatlasMap;"
+        "return [hello.worker, strip.pageCount, strip.columns.length > 0, feed.wishes, pastMs, ringOwner]; }"
+    )
+    try:
+        tab.wait_live()
+        tab.until(lambda: shown()[:3] == ["large", 400, True], "the strip of the first worker")
+        tab.node.evaluate("(node) => { node.getRootNode().kvatlasMap.ringOwner = 7; }")
+        tab.canvas.focus()
+        tab.page.keyboard.press("Space")
+        tab.until(lambda: tab.told("state") == "past", "a map that stands still")
+        tab.page.get_by_text("small", exact=True).click()
+        tab.until(lambda: shown()[:3] == ["small", 100, True], "the strip of the other worker")
+        tab.until(lambda: tab.told("state") == "live", "the other worker as it is now")
+        assert shown()[3:] == [{"lists": 1}, None, 0]
+        assert sum(tab.counts().values()) == 100
+        assert tab.errors == []
+    finally:
+        tab.close()
+        dashboard.end()
+        feed.stop()
+
+
 @pytest.mark.slow
 def test_a_million_pages_can_be_searched_zoomed_and_clicked(browser: Any, tmp_path: Path) -> None:
     count = 1 << 20
