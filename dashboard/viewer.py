@@ -89,6 +89,7 @@ class Viewer:
         geometry = live.geometry()
         if geometry.epoch != self._epoch:
             self._epoch, self._seen, self._seen_lists, self._counters = geometry.epoch, -1, -1, ()
+            self._shown_past_ms = None  # with hello the browser forgets what it shows
             yield _hello(live)
         if self._past_ms is not None:
             async for frame in self._past(live, self._past_ms):
@@ -132,6 +133,8 @@ class Viewer:
         self._shown_past_ms = past_ms
         past = await asyncio.to_thread(live.past, past_ms)
         if past is None or len(past.columns) != live.geometry().page_count:
+            if self._past_ms == past_ms:  # of a pool of another size: what is now stands in for it
+                self.take_wish({"live": True})
             return
         idle = np.uint32(past.uptime_ms) - past.used_ms
         parts = frames.snapshot_parts(
