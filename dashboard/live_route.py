@@ -88,10 +88,10 @@ class LiveRoutes:
         if not is_ours(socket, *self._allowed):
             await socket.close(REFUSED)  # before `accept`: the browser sees 403
             return
-        if self.num_viewers >= self._max_viewers:
-            await socket.close(TOO_MANY)
-            return
         await socket.accept()
+        if self.num_viewers >= self._max_viewers:
+            await socket.close(TOO_MANY)  # after `accept`, or the browser would not see the code
+            return
         self.num_viewers += 1
         viewer = Viewer(self._pages(), socket.query_params)
         tasks = [asyncio.ensure_future(_listen(socket, viewer)), asyncio.ensure_future(_tell(socket, viewer))]

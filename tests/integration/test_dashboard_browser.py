@@ -38,10 +38,10 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--
 class Dashboard:
     """`python -m dashboard` in front of a server."""
 
-    def __init__(self, folder: Path, server: str) -> None:
+    def __init__(self, folder: Path, server: str, *flags: str) -> None:
         ready = folder / "dashboard.json"
         command = [sys.executable, "-m", "dashboard", "--server", server, "--listen", "127.0.0.1:0"]
-        command += ["--ready-file", str(ready)]
+        command += ["--ready-file", str(ready), *flags]
         environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}"}
         self.log_path = folder / "dashboard.log"
         with self.log_path.open("wb") as log:
@@ -374,6 +374,30 @@ def test_a_dashboard_that_hangs_is_on_the_screen_in_time(tab: Tab, stack: tuple[
     finally:
         os.kill(process_id, signal.SIGCONT)
     tab.until(lambda: tab.told("state") == "live", "a live map again")
+
+
+def test_a_tab_too_many_says_so_asks_ever_less_often_and_comes_when_there_is_room(
+    fake_server: Any, browser: Any, tmp_path: Path
+) -> None:
+    dashboard = Dashboard(tmp_path, fake_server.address, "--max-viewers", "1")
+    first = Tab(browser, dashboard.url)
+    other: Tab | None = None
+    try:
+        first.wait_live()
+        tab = other = Tab(browser, dashboard.url)
+        tab.node.wait_for(timeout=60_000)
+        words = lambda: tab.page.locator(".banner").first.inner_text()  # noqa: E731
+        tab.until(lambda: words() == "too many viewers of this dashboard", "why there is no map")
+        pause = lambda: tab.node.evaluate("(node) => node.getRootNode().kvatlasMap.feed.pause")  # noqa: E731
+        tab.until(lambda: pause() >= 2000, "a pause that grows")
+        first.close()
+        tab.wait_live()
+        assert pause() == 250, "as after every success"
+    finally:
+        if other is not None:
+            other.close()
+        first.close()
+        dashboard.end()
 
 
 def test_the_keyboard_does_what_the_mouse_does(tab: Tab) -> None:

@@ -21,7 +21,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from dashboard import frames
-from dashboard.live_route import assets_digest
+from dashboard.live_route import TOO_MANY, assets_digest
 
 ROOT = Path(__file__).parents[2]
 PAGES = 600
@@ -271,8 +271,10 @@ def test_more_viewers_than_allowed_are_told_to_come_later(
         for _ in range(40):
             stack.enter_context(dashboard.open("?hz=1"))
         wait_until(lambda: dashboard.num_viewers() == 40)
-        with pytest.raises((InvalidStatus, ConnectionClosed)):
-            Viewer(dashboard.open()).take()
+        with dashboard.open() as socket, pytest.raises(ConnectionClosed) as closed:
+            Viewer(socket).take()
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == TOO_MANY, "by which the page says that there are too many"
     wait_until(lambda: dashboard.num_viewers() == 0)
 
 
