@@ -286,6 +286,15 @@ def test_a_counter_that_fell_began_anew_and_no_rate_is_negative() -> None:
 # charts
 
 
+@pytest.mark.parametrize("seconds", [3, 150, 151, 299, 600])
+def test_charts_over_time_have_few_points_however_long_they_are(seconds: int) -> None:
+    figures, times = np.zeros((seconds, len(FIGURES)), np.uint32), np.arange(seconds) * 1000.0
+    for chart, num_series in ((charts.states_over_time, 5), (charts.rates_over_time, 3)):
+        (rows,) = json.loads(chart(figures, times, "dark").to_json())["datasets"].values()
+        assert len({row["time"] for row in rows}) * num_series == len(rows)
+        assert min(seconds - 1, 75) <= len(rows) / num_series <= 150
+
+
 def report() -> EstimateReport:
     tokens = {"hit": 60, "miss_cold": 30, "miss_evicted": 5, "unaligned": 5}
     estimates = tuple(
