@@ -190,6 +190,26 @@ def test_requests_show_every_sequence_with_its_pages(pages: LivePages, source: D
     assert shown["Pages saved by sharing"] == f"{references - active:,}"
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_rate_is_of_one_sequence_not_of_two_that_had_a_number_after_another(
+    pages: LivePages, monkeypatch: pytest.MonkeyPatch, is_same: bool
+) -> None:
+    """Without the scope `admin` requests of other tenants have no id."""
+    follower = pages.follower("")
+    assert follower is not None
+    (first, *_) = [each for each in follower.live_map.sequences() if each.owner]
+    hidden = replace(first, request_id="", token_count=500)
+    monkeypatch.setattr(follower.live_map, "sequences", lambda: [hidden])
+    app = run("requests")
+    later = replace(hidden, token_count=600 if is_same else 10, receive_ms=hidden.receive_ms + (not is_same))
+    monkeypatch.setattr(follower.live_map, "sequences", lambda: [later])
+    follower.live_map.clock_ms += 2000
+    app.run()
+    (row,) = drawn(app)["ribbons.js"]["sequences"]
+    assert ("50 tok/s" in row["words"]) == is_same
+    assert ("tok/s" in row["words"]) == is_same
+
+
 def test_the_tree_covers_all_sealed_pages(pages: LivePages, source: DemoSource) -> None:
     app = run("prefix_tree")
     nodes = drawn(app)["icicle.js"]["nodes"]
