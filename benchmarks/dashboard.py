@@ -29,6 +29,7 @@ from websockets.sync.client import connect
 
 from benchmarks.growth import FLAT_MIB_PER_HOUR, growth
 from benchmarks.record import percentile, write_result
+from benchmarks.stack import ending
 from dashboard.testing import FeedServer
 
 ROOT = Path(__file__).parents[1]
@@ -67,17 +68,13 @@ def running_dashboard(server: str) -> Iterator[tuple[str, psutil.Process]]:
         ready = Path(name) / "ready.json"
         command = [sys.executable, "-m", "dashboard", "--server", server, "--listen", "127.0.0.1:0"]
         command += ["--parent-watch"]  # nothing is left of a benchmark that is killed
-        process = subprocess.Popen([*command, "--ready-file", str(ready)], cwd=ROOT)
-        try:
+        with ending(subprocess.Popen([*command, "--ready-file", str(ready)], cwd=ROOT)) as process:
             until = time.monotonic() + READY_SECONDS
             while not ready.exists():
                 assert process.poll() is None, "the dashboard did not start"
                 assert time.monotonic() < until, "the dashboard was not ready in time"
                 time.sleep(0.02)
             yield json.loads(ready.read_text())["url"], psutil.Process(process.pid)
-        finally:
-            process.terminate()
-            process.wait(30)
 
 
 def cpu_share(process: psutil.Process, seconds: float, page: Page | None = None) -> float:

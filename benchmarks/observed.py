@@ -28,12 +28,14 @@ import psutil
 
 from benchmarks.mixed_load import RESULTS, MixedLoad, Shape
 from benchmarks.record import write_result
+from benchmarks.stack import ending
 from deploy.grafana.generate import BOARDS
 from deploy.prometheus.local import Prometheus, running_prometheus
 from deploy.prometheus.mutations import FOLDER, RULE_FILES
 
 ROOT = Path(__file__).resolve().parents[1]
 READY_SECONDS = 120.0
+END_SECONDS = 90.0  # more than a drain takes
 IDLE_SECONDS = 60.0
 FIRST_STREAMS_SECONDS = 60.0
 PANELS_SECONDS = 45.0  # for the last panel to show data, once the load has run
@@ -224,17 +226,13 @@ def running_server(folder: Path, arguments: Sequence[str]) -> Iterator[dict[str,
         str(os.getpid()),
         *arguments,
     ]
-    process = subprocess.Popen(command, cwd=ROOT)
-    try:
+    with ending(subprocess.Popen(command, cwd=ROOT), END_SECONDS) as process:
         limit = time.monotonic() + READY_SECONDS
         while not ready.exists():
             if process.poll() is not None or time.monotonic() > limit:
                 raise RuntimeError("kvatlas serve did not become ready")
             time.sleep(0.1)
         yield json.loads(ready.read_text())
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ the moment this module was imported, at the start of a run: its code is read the
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -40,9 +41,10 @@ def write_result(
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which that share of the values lies, by nearest rank; values need no order."""
+    """The least of the values that so large a share of them does not exceed (nearest rank), in any order."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    rank = math.ceil(round(share * len(ordered), 9))  # 0.07 of 100 is 7, whatever floats say
+    return ordered[max(rank, 1) - 1]
 
 
 def device_name() -> str:

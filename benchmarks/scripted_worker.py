@@ -16,6 +16,7 @@ CLOCK_MONOTONIC, which all processes of a machine share.
 import argparse
 import json
 import math
+import os
 import struct
 import time
 from array import array
@@ -76,14 +77,17 @@ class ScriptedWorker:
         self._times: list[int] = []
         self._tokens = array("I", range(FIRST_TOKEN, FIRST_TOKEN + NUM_TOKENS))
 
-    def serve(self) -> None:
-        """Until the process is ended."""
+    def serve(self, parent: int) -> None:
+        """Until the process is ended, or its parent is another one than `parent`."""
         next_beat = 0.0
         while True:
             now = time.monotonic()
-            if now >= next_beat and self._service:
-                self._send(heartbeat=self._heartbeat())
+            if now >= next_beat:
                 next_beat = now + HEARTBEAT_SECONDS
+                if os.getppid() != parent:
+                    return
+                if self._service:
+                    self._send(heartbeat=self._heartbeat())
             self._advance(now)
             for socket, _ in self._poller.poll(self._wait_ms()):
                 if socket is self._router:
@@ -184,8 +188,9 @@ class ScriptedWorker:
 
 
 def main() -> None:
-    """Serves until it is ended."""
+    """Serves until it or the process that started it is ended."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scripted_worker")
+    parser.add_argument("--parent-watch", type=int, required=True, metavar="PID", help="who starts it")
     for name in ("engine", "control", "model"):
         parser.add_argument(f"--{name}", required=True)
     options = parser.parse_args()
@@ -195,7 +200,7 @@ def main() -> None:
         tokenizer_sha256=tokenizer_digest(resolve_model(options.model)),  # the service compares
         max_context_tokens=CONTEXT,
     )
-    ScriptedWorker(options.engine, options.control, model).serve()
+    ScriptedWorker(options.engine, options.control, model).serve(options.parent_watch)
 
 
 if __name__ == "__main__":

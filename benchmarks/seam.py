@@ -89,6 +89,7 @@ def measure(num_tokens: int, steps_per_second: float, seconds: float) -> dict[st
         command = [sys.executable, "-m", "benchmarks.seam", "--read", seam.address]
         reader = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         while not seam.link.num_services:
+            assert reader.poll() is None, "the reader ended"
             time.sleep(0.01)
         ids = array("Q", [codec.inner_id(1, number) for number in range(num_tokens)])
         tokens, codes = array("I", range(num_tokens)), bytearray(num_tokens)

@@ -100,13 +100,19 @@ def _process(
     command += [sys.executable, "-m", *module, "--parent-watch", str(os.getpid())]  # however we end
     for name, value in flags.items():
         command += [f"--{name}"] if value is None else [f"--{name}", str(value)]
-    process = subprocess.Popen(command, stderr=log)
+    with ending(subprocess.Popen(command, stderr=log)) as process:
+        yield process
+
+
+@contextlib.contextmanager
+def ending(process: "Process", seconds: float = END_SECONDS) -> Iterator["Process"]:
+    """Ends a process with the block; one that does not end within so many seconds is killed."""
     try:
         yield process
     finally:
         process.terminate()
         try:
-            process.wait(END_SECONDS)
+            process.wait(seconds)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -35,6 +35,7 @@ import zmq
 
 from benchmarks.record import RESULTS, percentile, write_result
 from benchmarks.scripted_worker import ACK
+from benchmarks.stack import ending
 from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc, server_pb2, server_pb2_grpc
 
@@ -188,27 +189,22 @@ def processes(model: str, folder: Path, core: int | None) -> Iterator[tuple[str,
     """Service and worker; yields the address, the control address and the service's process."""
     engine, control = f"ipc://{folder}/engine", f"ipc://{folder}/control"
     port = _free_port()
-    worker = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "benchmarks.scripted_worker", "--engine", engine, "--control", control),
-            *("--model", model),
-        ]
-    )
-    service = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "service", "--address", f"127.0.0.1:{port}", "--workers", engine),
-            *("--model", model, "--metrics-address", "", "--log-level", "warning", "--no-access-log"),
-            "--parent-watch",
-        ]
-    )
-    try:
+    parent = ("--parent-watch", str(os.getpid()))  # they end with us, however we end
+    worker_command = [
+        *(sys.executable, "-m", "benchmarks.scripted_worker", "--engine", engine, "--control", control),
+        *("--model", model, *parent),
+    ]
+    service_command = [
+        *(sys.executable, "-m", "service", "--address", f"127.0.0.1:{port}", "--workers", engine),
+        *("--model", model, "--metrics-address", "", "--log-level", "warning", "--no-access-log", *parent),
+    ]
+    with (
+        ending(subprocess.Popen(worker_command)) as worker,
+        ending(subprocess.Popen(service_command)) as service,
+    ):
         if core is not None:
             _pin(service.pid, core, worker.pid)
         yield f"127.0.0.1:{port}", control, psutil.Process(service.pid)
-    finally:
-        for process in (service, worker):
-            process.terminate()
-            process.wait(timeout=20)
 
 
 def _pin(service: int, core: int, worker: int) -> None:

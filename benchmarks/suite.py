@@ -32,6 +32,7 @@ from pathlib import Path
 
 from benchmarks.suite_stages import Stage, stages
 
+POLL_SECONDS = 0.2  # after which a suite that is to end is noticed
 BESIDE = "tests and other measurements on the host's other GPUs and cores"
 
 
@@ -62,19 +63,29 @@ def lanes(count: int) -> list[Lane]:
     ]
 
 
-def run(words: Sequence[str], log: Path, limit_s: float) -> str:
-    """Runs a command in a process group of its own; how it ended: ok, failed (n), or over time."""
-    if limit_s <= 0:
-        return "over time"
-    with log.open("wb") as out:
+def run(words: Sequence[str], log: Path, limit_s: float, stopping: threading.Event) -> str:
+    """Runs a command in a process group of its own; how it ended: ok, failed (n), over time, or stopped."""
+    with log.open("wb") as out:  # empty where nothing is run: what is there is of another suite
+        if limit_s <= 0 or stopping.is_set():
+            return "over time" if limit_s <= 0 else "stopped"
         process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            code = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return "over time"
+            return _outcome(process, time.monotonic() + limit_s, stopping)
         finally:
             _end(process)
-    return "ok" if code == 0 else f"failed ({code})"
+
+
+def _outcome(process: subprocess.Popen[bytes], deadline: float, stopping: threading.Event) -> str:
+    while not stopping.is_set():
+        left = deadline - time.monotonic()
+        try:
+            code = process.wait(min(POLL_SECONDS, max(0.0, left)))
+        except subprocess.TimeoutExpired:
+            if left <= 0:
+                return "over time"
+        else:
+            return "ok" if code == 0 else f"failed ({code})"
+    return "stopped"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -84,12 +95,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def run_stage(stage: Stage, lane: Lane, logs: Path, limit_s: float) -> str:
+def run_stage(stage: Stage, lane: Lane, logs: Path, limit_s: float, stopping: threading.Event) -> str:
     """ok, or what became of each command that is not; then what pytest counted, over all commands."""
     deadline = time.monotonic() + limit_s
 
     def outcome_of(name: str) -> str:
-        return run(lane.words(stage.commands[name]), logs / f"{name}.log", deadline - time.monotonic())
+        left = deadline - time.monotonic()
+        return run(lane.words(stage.commands[name]), logs / f"{name}.log", left, stopping)
 
     with ThreadPoolExecutor(stage.at_once) as pool:
         outcomes = dict(zip(stage.commands, pool.map(outcome_of, stage.commands), strict=True))
@@ -123,20 +135,26 @@ class Suite:
         self._waiting = deque(todo)
         self._logs = logs
         self._deadline = time.monotonic() + budget_s
+        self._stopping = threading.Event()
         self._lock = threading.Lock()  # of what waits, of the outcomes and of what is printed
 
     def run(self, lane: Lane) -> None:
         """Takes stages until none is left; a line is printed as each begins and ends."""
         while (stage := self._next()) is not None:
             began = time.monotonic()
-            outcome = run_stage(stage, lane, self._logs, min(stage.limit_s, self._deadline - began))
+            limit_s = min(stage.limit_s, self._deadline - began)
+            outcome = run_stage(stage, lane, self._logs, limit_s, self._stopping)
             with self._lock:
                 self.outcomes[stage.name] = f"{outcome} after {time.monotonic() - began:.0f} s"
                 self._say(stage.name, self.outcomes[stage.name])
 
+    def stop(self) -> None:
+        """Ends what runs, with all that it has started, and begins nothing more."""
+        self._stopping.set()
+
     def _next(self) -> Stage | None:
         with self._lock:
-            while self._waiting:
+            while self._waiting and not self._stopping.is_set():
                 stage, left = self._waiting.popleft(), max(0.0, self._deadline - time.monotonic())
                 if left >= stage.usual_s:
                     self._say(stage.name, "; ".join(stage.commands))
@@ -152,13 +170,18 @@ def run_all(todo: Sequence[Stage], logs: Path, budget_s: float, gpus: int = 1) -
     """The outcome of each stage by name, in the order of the stages."""
     suite = Suite(todo, logs, budget_s)
     with ThreadPoolExecutor(gpus) as pool:
-        for end in [pool.submit(suite.run, lane) for lane in lanes(gpus)]:
-            end.result()
+        try:
+            for end in [pool.submit(suite.run, lane) for lane in lanes(gpus)]:
+                end.result()
+        except BaseException:  # a signal: commands have groups of their own and do not hear of it
+            suite.stop()
+            raise
     return {stage.name: suite.outcomes[stage.name] for stage in todo}
 
 
 def main() -> int:
     """Runs what was asked for and prints a table of outcomes."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     names = [stage.name for stage in stages()]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -10,6 +10,7 @@ Speed: ten minutes of 50 requests a second, recorded in virtual time, through wh
 """
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -24,6 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.record import RESULTS, write_result
+from benchmarks.stack import ending
 from kvatlas.v1 import server_pb2
 from kvatlas.worker.v1 import worker_pb2
 from worker.execution.fake_runner import FakeModel, answer_alone
@@ -90,20 +92,17 @@ def running_worker(plan: Plan, setting: Setting, folder: Path) -> Iterator[TestS
         "error",
     ]
     command += ["--max-running", "24", "--parent-watch", str(os.getpid()), "--fingerprint-key", "00"]
-    process = subprocess.Popen(command)
-    try:
+    with ending(subprocess.Popen(command)) as process:
+        limit = time.monotonic() + READY_SECONDS
         while not (folder / "engine").exists():
             assert process.poll() is None, "the worker ended"
+            assert time.monotonic() < limit, "the worker was not ready in time"
             time.sleep(0.05)
-        service = TestService(address)
-        service.hello(READY_SECONDS)
-        service.wait(lambda: any(beat.load.state == 2 for beat in service.heartbeats), READY_SECONDS)
-        yield service
-        service.goodbye()
-        service.close()
-    finally:
-        process.terminate()
-        process.wait()
+        with contextlib.closing(TestService(address)) as service:
+            service.hello(READY_SECONDS)
+            service.wait(lambda: any(beat.load.state == 2 for beat in service.heartbeats), READY_SECONDS)
+            yield service
+            service.goodbye()
 
 
 def drive(service: TestService, turns: Sequence[Turn]) -> Outcome:

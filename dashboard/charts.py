@@ -31,7 +31,7 @@ def rates(figures: NDArray[np.uint32], times_ms: NDArray[np.float64], name: str)
 
 def states_over_time(figures: NDArray[np.uint32], times_ms: NDArray[np.float64], kind: str) -> Any:
     """Stacked pages by state; at most 150 points."""
-    every = max(1, len(times_ms) // MAX_POINTS)
+    every = _stride(len(times_ms))
     order = ["reserved", "pinned", "active", "cached", "free"]
     rows = [
         {
@@ -64,9 +64,9 @@ def states_over_time(figures: NDArray[np.uint32], times_ms: NDArray[np.float64],
 
 
 def rates_over_time(figures: NDArray[np.uint32], times_ms: NDArray[np.float64], kind: str) -> Any:
-    """Pages allocated and evicted, sequences preempted, a second."""
+    """Pages allocated and evicted, sequences preempted, a second; at most 150 points."""
     names = ("allocated", "evicted", "preempted")
-    every = max(1, (len(times_ms) - 1) // MAX_POINTS)
+    every = _stride(len(times_ms) - 1)
     rows = []
     for name in names:
         values = rates(figures, times_ms, name)
@@ -100,6 +100,11 @@ def rates_over_time(figures: NDArray[np.uint32], times_ms: NDArray[np.float64], 
         .properties(height=210)
         .configure(**_words(kind))
     )
+
+
+def _stride(count: int) -> int:
+    """Steps from one of so many points to the next that is drawn."""
+    return max(1, -(-count // MAX_POINTS))
 
 
 def hit_rate_curve(report: EstimateReport, today_slots: int, page_size: int, policy: str, kind: str) -> Any:

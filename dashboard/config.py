@@ -96,7 +96,7 @@ class DashboardConfig:
         return tuple(sorted((LOOPBACK_HOSTS | named) - {""}))
 
     def read_token(self) -> str:
-        """The token, or "". Read again for each new channel, so that it can be replaced."""
+        """The token, or "". Read again for each call, so that it can be replaced."""
         return Path(self.token_file).read_text().strip() if self.token_file else ""
 
     def read_server_ca(self) -> bytes:

@@ -6,7 +6,7 @@ import streamlit as st
 from dashboard import process
 from dashboard.facts import PageFacts
 from dashboard.live_pages import Follower
-from dashboard.view_parts import clock_text, counted, query_id, sequence_name, short_id, span
+from dashboard.view_parts import clock_text, counted, query_id, query_page, sequence_name, short_id, span
 from kvatlas.client.errors import KvatlasError
 from kvatlas.client.page_map import SequencePages
 
@@ -16,13 +16,13 @@ MAX_ROWS = 512
 def inspect(follower: Follower) -> None:
     """What the URL's `page` or `req` names; a hint where it names nothing."""
     request_id = query_id("req")
-    pages = [st.query_params.get("page", ""), *map(str, st.session_state.get("more_pages", []))]
+    selected, more = query_page(), st.session_state.get("more_pages", [])
     if request_id:
         _request(follower, request_id)
-    for text in pages:
-        if text.isdigit():
-            _page(follower, int(text))
-    if not request_id and not pages[0]:
+    for page in dict.fromkeys([selected, *more]):  # each once: its widgets are named by it
+        if page is not None:
+            _page(follower, page)
+    if not request_id and selected is None:
         st.caption("Click a page. Shift-click adds one. Arrows, Enter, Esc, + - 0, g, c, l work on the map.")
 
 

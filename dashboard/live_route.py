@@ -8,6 +8,7 @@ Origin is compared here, before a socket is accepted.
 import asyncio
 import hashlib
 import json
+import re
 import struct
 import zlib
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from dashboard.viewer import Viewer
 COMPONENTS = Path(__file__).parent / "components"
 MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".json": "application/json"}
 MAX_COMMAND_CHARACTERS = 200
+COLUMN = re.compile(r"[0-9]{1,15}")  # a number of the spectrogram's
 REFUSED, TOO_MANY = 1008, 1013  # close codes: policy, try again later
 
 
@@ -86,10 +88,10 @@ class LiveRoutes:
         if not is_ours(socket, *self._allowed):
             await socket.close(REFUSED)  # before `accept`: the browser sees 403
             return
-        if self.num_viewers >= self._max_viewers:
-            await socket.close(TOO_MANY)
-            return
         await socket.accept()
+        if self.num_viewers >= self._max_viewers:
+            await socket.close(TOO_MANY)  # after `accept`, or the browser would not see the code
+            return
         self.num_viewers += 1
         viewer = Viewer(self._pages(), socket.query_params)
         tasks = [asyncio.ensure_future(_listen(socket, viewer)), asyncio.ensure_future(_tell(socket, viewer))]
@@ -110,11 +112,11 @@ class LiveRoutes:
             return Response(status_code=403)
         follower = self._pages().follower(request.query_params.get("worker", ""))
         since = request.query_params.get("since", "0")
-        if follower is None or not since.isdigit():
+        if follower is None or not COLUMN.fullmatch(since):
             return Response(status_code=404)
         with follower.live_map.lock:
             gram = follower.live_map.spectrogram
-            first = max(int(since), gram.first_number)
+            first = gram.first_for(int(since))
             columns, times, cuts = gram.columns(first)
             figures, _ = gram.figures(first)
             bands, page_count = gram.num_bands, gram.page_count

@@ -48,16 +48,22 @@ class Spectrogram:
         self._is_cut = np.zeros(capacity, bool)
         self._changed = np.zeros(1, np.int64)  # per band, since the last column
         self.next_number = 0
+        self._size_began = 0  # number of the first column of this size
         self._next_ms = -np.inf
         self._cut_next = False
 
     @property
     def first_number(self) -> int:
         """Of the oldest column held."""
-        return max(0, self.next_number - self._capacity)
+        return max(self._size_began, self.next_number - self._capacity)
+
+    def first_for(self, since: int) -> int:
+        """Of the columns for a reader who has all before `since`; who is ahead of us read another process's
+        columns, and gets all of ours."""
+        return max(since if since <= self.next_number else 0, self.first_number)
 
     def resize(self, page_count: int, *, is_restart: bool) -> None:
-        """A pool of this size from now on; columns of another size are dropped."""
+        """A pool of this size from now on; columns of another size are dropped, and numbers go on."""
         self._cut_next = is_restart or self._cut_next
         self._next_ms = -np.inf
         if page_count == self.page_count:
@@ -65,7 +71,7 @@ class Spectrogram:
         self.page_count, self.num_bands = page_count, max(1, min(MAX_BANDS, page_count))
         self._columns = np.zeros((self._capacity, len(PLANES), self.num_bands), np.uint8)
         self._changed = np.zeros(self.num_bands, np.int64)
-        self.next_number = 0
+        self._size_began = self.next_number
 
     def band_starts(self) -> NDArray[np.int64]:
         """First page of each band, and the page count: [num_bands + 1]."""

@@ -67,12 +67,26 @@ class SyntheticPool:
 
 
 class FeedServer:
-    """The pool on a port of the loopback. `stop()` is a crash, `start()` another life on the same port."""
+    """The pool on a port of the loopback. `stop()` is a crash, `start()` another life on the same port.
+
+    `beside`: another worker of the same service, which is not started by itself.
+    """
 
     def __init__(
-        self, page_count: int, *, changed_share: float = 0.002, hz: float = 10.0, port: int = 0
+        self,
+        page_count: int,
+        *,
+        changed_share: float = 0.002,
+        hz: float = 10.0,
+        port: int = 0,
+        worker_id: str = WORKER_ID,
+        beside: "FeedServer | None" = None,
     ) -> None:
         self.pool = SyntheticPool(page_count, changed_share)
+        self.workers: dict[str, FeedServer] = {worker_id: self}
+        if beside is not None:
+            self.workers |= beside.workers
+        self.worker_id = worker_id
         self.port = port
         self.sent_at: dict[int, float] = {}  # by number: wall time in ms of the newest message that has it
         self._interval = 1.0 / hz
@@ -97,7 +111,8 @@ class FeedServer:
 
     def stop(self) -> None:
         """Ends all calls at once."""
-        self._ended.set()
+        for each in self.workers.values():
+            each._ended.set()
         self._server.stop(0).wait()
 
     def stand_still(self) -> None:
@@ -136,7 +151,7 @@ class FeedServer:
         chunk = message.snapshot
         chunk.first_page_id, chunk.page_count, chunk.chunks_left = first, end - first, count - 1 - part
         if not part:
-            chunk.geometry.worker_id, chunk.geometry.epoch = WORKER_ID, self.pool.epoch
+            chunk.geometry.worker_id, chunk.geometry.epoch = self.worker_id, self.pool.epoch
             chunk.geometry.page_count, chunk.geometry.page_size = self.pool.page_count, PAGE_SIZE
             chunk.geometry.start_time.FromNanoseconds(self.pool.epoch)
         for name, plane in self.pool.planes.items():
@@ -167,11 +182,12 @@ class _Cache(cache_pb2_grpc.CacheServiceServicer):
         self, request: pb.WatchPageMapRequest, context: Any
     ) -> Iterator[pb.WatchPageMapResponse]:
         """The feed."""
-        yield from self._feed.messages()
+        yield from self._feed.workers[request.worker_id].messages()
 
     def GetPage(self, request: pb.GetPageRequest, context: Any) -> pb.GetPageResponse:
         """One page."""
-        value = {name: int(plane[request.page_id]) for name, plane in self._feed.pool.planes.items()}
+        pool = self._feed.workers[request.worker_id].pool
+        value = {name: int(plane[request.page_id]) for name, plane in pool.planes.items()}
         return pb.GetPageResponse(
             state=value["states"],  # type: ignore[arg-type]
             ref_count=value["ref_counts"],
@@ -186,11 +202,14 @@ class _Server(server_pb2_grpc.ServerServiceServicer):
         self._feed = feed
 
     def GetServerInfo(self, request: Any, context: Any) -> server_pb2.GetServerInfoResponse:
-        """One worker."""
-        worker = server_pb2.WorkerInfo(worker_id=WORKER_ID, epoch=self._feed.pool.epoch)
-        return server_pb2.GetServerInfoResponse(version="synthetic", workers=[worker])
+        """All workers."""
+        workers = [
+            server_pb2.WorkerInfo(worker_id=name, epoch=feed.pool.epoch)
+            for name, feed in self._feed.workers.items()
+        ]
+        return server_pb2.GetServerInfoResponse(version="synthetic", workers=workers)
 
     def GetLoad(self, request: Any, context: Any) -> server_pb2.GetLoadResponse:
         """Nothing runs."""
-        load = server_pb2.Load(workers=[server_pb2.WorkerLoad(worker_id=WORKER_ID)])
-        return server_pb2.GetLoadResponse(load=load)
+        loads = [server_pb2.WorkerLoad(worker_id=name) for name in self._feed.workers]
+        return server_pb2.GetLoadResponse(load=server_pb2.Load(workers=loads))

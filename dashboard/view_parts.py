@@ -16,6 +16,8 @@ from dashboard.live_pages import Follower
 TAB_SECONDS = 6.0  # a tab that has not been heard of for this long is closed
 SECONDS_PER_TAB = 0.24  # so that fragments together stay below half a core
 ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+NUMBER = re.compile(r"[0-9]{1,15}")
+MAX_PAGE = 0xFFFFFFFE  # of the messages: u32, of which the last says "no page"
 NOTHING = "n/a"
 GRAFANA_MS = 300_000  # before and after a moment
 LONGEST_ID, ID_END = 16, 8  # characters of an id that is shown whole; of a longer one
@@ -50,6 +52,22 @@ def query_id(name: str) -> str:
     """An id in the address, or "": what is no id is not shown, since anybody can make a link."""
     text = st.query_params.get(name, "")
     return text if ID.fullmatch(text) else ""
+
+
+def query_page() -> int | None:
+    """The page that the address names; None: no number that a page could have."""
+    page = _query_number("page")
+    return page if page is not None and page <= MAX_PAGE else None
+
+
+def query_moment() -> int | None:
+    """The moment that the address names, ms since 1970; None: what is there is none."""
+    return _query_number("t")
+
+
+def _query_number(name: str) -> int | None:
+    text = st.query_params.get(name, "")
+    return int(text) if NUMBER.fullmatch(text) else None
 
 
 def kept(name: str, choices: Sequence[str]) -> str:
@@ -202,10 +220,10 @@ def grafana_link(dashboard: str = "pages") -> None:
 
 
 def _grafana_range() -> str:
-    text = st.query_params.get("t", "")
-    if not text.isdigit():
+    moment = query_moment()
+    if moment is None:
         return "from=now-15m&to=now"
-    return f"from={max(0, int(text) - GRAFANA_MS)}&to={int(text) + GRAFANA_MS}"
+    return f"from={max(0, moment - GRAFANA_MS)}&to={moment + GRAFANA_MS}"
 
 
 def theme_kind() -> str:

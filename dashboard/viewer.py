@@ -5,6 +5,7 @@ Knows no sockets. Frames are bytes (frames.py) or text (JSON: hello, status, tic
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -50,7 +51,7 @@ class Viewer:
         if "lists" in wish:
             self._wants_lists, self._seen_lists = bool(wish["lists"]), -1
         at = wish.get("at")
-        if isinstance(at, int | float) and np.isfinite(at):
+        if isinstance(at, int | float) and math.isfinite(at):
             self._past_ms = float(at)
         if wish.get("live"):
             self._past_ms, self._shown_past_ms, self._seen, self._seen_lists = None, None, -1, -1
@@ -88,6 +89,7 @@ class Viewer:
         geometry = live.geometry()
         if geometry.epoch != self._epoch:
             self._epoch, self._seen, self._seen_lists, self._counters = geometry.epoch, -1, -1, ()
+            self._shown_past_ms = None  # with hello the browser forgets what it shows
             yield _hello(live)
         if self._past_ms is not None:
             async for frame in self._past(live, self._past_ms):
@@ -131,6 +133,8 @@ class Viewer:
         self._shown_past_ms = past_ms
         past = await asyncio.to_thread(live.past, past_ms)
         if past is None or len(past.columns) != live.geometry().page_count:
+            if self._past_ms == past_ms:  # of a pool of another size: what is now stands in for it
+                self.take_wish({"live": True})
             return
         idle = np.uint32(past.uptime_ms) - past.used_ms
         parts = frames.snapshot_parts(
@@ -205,4 +209,4 @@ def _rate(text: Any) -> float:
         rate = float(text)
     except (TypeError, ValueError):
         return DEFAULT_HZ
-    return min(max(rate, MIN_HZ), MAX_HZ) if np.isfinite(rate) else DEFAULT_HZ
+    return min(max(rate, MIN_HZ), MAX_HZ) if math.isfinite(rate) else DEFAULT_HZ

@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from deploy.prometheus.local import free_address
+from deploy.prometheus.local import free_addresses
 from kvatlas.models.config import child_environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,7 +86,9 @@ class LocalStack:
         }
         self._folder = folder
         self._volumes = dict(volumes)
-        self._ports = {port: free_address().rpartition(":")[2] for port in sorted(_ports(text))}
+        ports = sorted(_ports(text))
+        free = [address.rpartition(":")[2] for address in free_addresses(len(ports))]
+        self._ports = dict(zip(ports, free, strict=True))
         self._services: dict[str, _Service] = {}
         self.left_out: list[str] = []
 

@@ -30,11 +30,11 @@ export class Feed {
     this.queue = Promise.resolve();
     this.status = this.heardAt = null;
     socket.onopen = () => {
-      this.pause = FIRST_PAUSE_MS;
       if (Object.keys(this.wishes).length) socket.send(JSON.stringify(this.wishes));
       if (document.hidden) this.onVisible();
     };
     socket.onmessage = (event) => {
+      this.pause = FIRST_PAUSE_MS; // not when it opens: a socket too many opens, and is closed with the reason
       this.hear();
       this.bytes += event.data.byteLength ?? event.data.length;
       // Inflating takes its time; what follows must wait, or deltas would overtake their snapshot.

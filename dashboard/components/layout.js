@@ -57,10 +57,10 @@ function byAge(planes) {
 
 // By rank, then the most recently used first, then by number; one sort of doubles.
 function sorted(planes, rankOf) {
-  const count = planes.count, now = planes.clock - planes.startMs;
+  const count = planes.count;
   const keys = new Float64Array(count);
   for (let page = 0; page < count; page++) {
-    const idle = Math.min(Math.max(0, now - planes.used[page]), 4_000_000_000) >>> 2;
+    const idle = Math.min(planes.idleMs(page), 4_000_000_000) >>> 2;
     keys[page] = (rankOf(page) * 1_000_000_000 + idle) * 262_144 + page;
   }
   keys.sort();

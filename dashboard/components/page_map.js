@@ -103,9 +103,7 @@ export class PageMap {
     this.setTriggerValue = setTriggerValue;
     if (data.socket !== this.data.socket) {
       this.data = data;
-      this.feed.close();
-      this.planes = null;
-      this.open();
+      this.follow();
     }
     this.data = data;
     for (const [name, look] of Object.entries(this.looks)) look.take(data[name]);
@@ -125,6 +123,16 @@ export class PageMap {
     this.select();
   }
 
+  // Another worker: what was shown, wished for and ringed is not of it.
+  follow() {
+    this.feed.close();
+    this.planes = this.tick = this.pastMs = null;
+    this.givenOwner = undefined;
+    this.strip.follow(this.data.spectrogram);
+    this.open();
+    if (this.view.layout === "request") this.feed.send({ lists: 1 });
+  }
+
   close() {
     this.feed.close();
     this.strip.close();
@@ -142,6 +150,8 @@ export class PageMap {
     this.planes = new Planes(text);
     this.view.cursor = -1;
     this.orderAt = 0;
+    this.ringOwner = this.givenOwner; // a new life numbers its sequences anew
+    if (this.wanted === undefined && this.view.selected >= 0) this.wanted = this.view.selected;
     const isSortable = text.page_count <= MAX_SORTED_PAGES;
     for (const [name, button] of this.layout.buttons) button.disabled = name !== "physical" && !isSortable;
     if (!isSortable) this.setLayout("physical");

@@ -5,6 +5,7 @@ import { DELTA, LISTS, SNAPSHOT } from "./decode.js";
 export const FREE = 1, ACTIVE = 2, CACHED = 3, PINNED = 4, RESERVED = 5;
 export const STATE_NAMES = ["unknown", "free", "active", "cached", "pinned", "reserved"];
 const STATE_BITS = 7, USED_BIT = 32;
+const USED_SPAN = 2 ** 32; // ms, 49.7 days: what `used` counts modulo
 export const SEALED_BIT = 8, PINNED_BIT = 16;
 
 export class Planes {
@@ -23,7 +24,7 @@ export class Planes {
     this.refs = new Uint8Array(count);
     this.fill = hello.page_size > 255 ? new Uint16Array(count) : new Uint8Array(count);
     this.owner = new Uint16Array(count);
-    this.used = new Uint32Array(count); // ms since the worker's start
+    this.used = new Uint32Array(count); // ms since the worker's start, modulo 2^32
     this.counts = new Uint32Array(8); // pages by state
     this.lists = new Map(); // by owner: pages in token order
     this.parts = [];
@@ -96,7 +97,7 @@ export class Planes {
   }
 
   idleMs(page) {
-    return Math.max(0, this.clock - this.startMs - this.used[page]);
+    return Math.max(0, this.clock - this.startMs - this.used[page]) % USED_SPAN;
   }
 
   // A page in a few words.

@@ -2,7 +2,7 @@
 
 import { choice, clock, element, fitCanvas, isDark, loadStyles, located, number, ratioOf, setText } from "./dom.js";
 import { mix, ramp, rgbOf } from "./colours.js";
-import { readSpectrogram } from "./strip.js";
+import { continues, readSpectrogram } from "./strip.js";
 
 const SPAN = 600, POLL_MS = 1000;
 const MODES = ["occupancy", "churn", "age"];
@@ -67,8 +67,9 @@ class Spectrogram {
     if (document.hidden || this.isBusy) return;
     this.isBusy = true;
     try {
-      const answer = await readSpectrogram(this.data.spectrogram, this.next);
-      if (answer.pageCount !== this.pageCount || answer.bands !== this.bands) this.columns = [];
+      const { spectrogram } = this.data, answer = await readSpectrogram(spectrogram, this.next);
+      if (spectrogram !== this.data.spectrogram) return; // another worker's
+      if (!continues(answer, this)) this.columns = [];
       this.pageCount = answer.pageCount;
       this.bands = answer.bands;
       const size = 4 * answer.bands;

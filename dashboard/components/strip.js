@@ -27,12 +27,21 @@ export class Strip {
     clearInterval(this.timer);
   }
 
+  // Another worker's pages.
+  follow(url) {
+    this.url = url;
+    this.columns = [];
+    this.next = 0;
+    this.setPast(null);
+  }
+
   async poll() {
     if (document.hidden || this.isBusy) return;
     this.isBusy = true;
     try {
-      const answer = await readSpectrogram(this.url, this.next);
-      if (answer.first + answer.times.length < this.next || answer.pageCount !== this.pageCount) this.columns = [];
+      const { url } = this, answer = await readSpectrogram(url, this.next);
+      if (url !== this.url) return;
+      if (!continues(answer, this)) this.columns = [];
       this.pageCount = answer.pageCount;
       answer.times.forEach((time, at) => {
         this.columns.push({ time, cut: answer.cuts[at], figures: answer.figures.subarray(at * FIGURES, (at + 1) * FIGURES) });
@@ -110,6 +119,11 @@ export class Strip {
     context.fillStyle = colour;
     context.fillRect(start + at * step - 1, 0, 3, this.canvas.height);
   }
+}
+
+// Whether columns follow those that a reader has: not those of another process or of a pool of another size.
+export function continues({ first, pageCount }, reader) {
+  return first >= reader.next && pageCount === reader.pageCount;
 }
 
 // Columns from number `since` on: {first, bands, pageCount, times, cuts, figures, columns}.

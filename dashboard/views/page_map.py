@@ -18,6 +18,8 @@ from dashboard.view_parts import (
     needs_map,
     period,
     query_id,
+    query_moment,
+    query_page,
     share,
 )
 
@@ -89,9 +91,9 @@ def _map(follower: Follower) -> None:
     data: dict[str, Any] = {
         "worker": follower.worker_id,
         "hz": HZ,
-        "selected": _selected(),
+        "selected": query_page(),
         "owner": _ringed_owner(follower),
-        "at": _moment(),
+        "at": query_moment(),
         **{name: kept(name, choices) for name, choices in LOOKS.items()},
     }
     mount("page_map.js", data, key="page_map", on_picked=_take_pick, on_looked=_take_look)
@@ -105,7 +107,7 @@ def _take_pick() -> None:
     picked = st.session_state["page_map"].get("picked") or {}
     page = picked.get("page", -1)
     more = st.session_state.get("more_pages", [])
-    before = _selected()
+    before = query_page()
     if page < 0:
         st.query_params.pop("page", None)
         st.session_state["more_pages"] = []
@@ -118,11 +120,6 @@ def _take_pick() -> None:
     st.query_params["page"] = str(page)
 
 
-def _selected() -> int | None:
-    text = st.query_params.get("page", "")
-    return int(text) if text.isdigit() else None
-
-
 def _ringed_owner(follower: Follower) -> int:
     """Of the request that the URL names."""
     request_id = query_id("req")
@@ -130,11 +127,6 @@ def _ringed_owner(follower: Follower) -> int:
         return 0
     owners = [each.owner for each in follower.live_map.sequences() if each.request_id == request_id]
     return owners[0] if owners else 0
-
-
-def _moment() -> int | None:
-    text = st.query_params.get("t", "")
-    return int(text) if text.isdigit() else None
 
 
 show()

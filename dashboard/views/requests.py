@@ -121,18 +121,19 @@ def _words(
 
 
 def _rates(follower: Follower, running: list[SequencePages]) -> dict[int, float]:
-    """Tokens a second by owner, from the counts of this tab's run before."""
-    clock = follower.live_map.clock_ms
-    now = {each.owner: (each.request_id, each.token_count) for each in running}
+    """Tokens a second by owner, from the counts of this tab's run before, of the same life of the worker."""
+    clock, epoch = follower.live_map.clock_ms, follower.live_map.geometry().epoch
+    # Owners are numbers, given anew by each worker and again when a sequence has ended; ids may be hidden.
+    now = {
+        (follower.worker_id, epoch, each.owner, each.request_id, each.receive_ms): each for each in running
+    }
     then_clock, then = st.session_state.get("token_counts", (clock, {}))
-    st.session_state["token_counts"] = (clock, now)
+    st.session_state["token_counts"] = (clock, {name: each.token_count for name, each in now.items()})
     seconds = (clock - then_clock) / 1000
     if seconds <= 0:
         return {}
     return {
-        owner: (count - then[owner][1]) / seconds
-        for owner, (name, count) in now.items()
-        if owner in then and then[owner][0] == name
+        each.owner: (each.token_count - then[name]) / seconds for name, each in now.items() if name in then
     }
 
 

@@ -12,7 +12,7 @@ from dashboard.live_pages import Follower
 from dashboard.view_parts import choose_follower, figures, needs_map, share, theme_kind
 from kvatlas.client.errors import KvatlasError
 
-PAGE_SIZES = (8, 16, 32, 64)
+PAGE_SIZES = (8, 16, 32, 64)  # beside the pool's own
 POLICIES = ("lru", "lfu", "fifo", "cost")
 WINDOWS = {"all that is held": 0, "10 min": 600, "5 min": 300, "1 min": 60}
 MISS_SECONDS = 300
@@ -56,7 +56,11 @@ def _estimates(follower: Follower, geometry: Geometry) -> None:
     with st.form("what_if", border=False):
         columns = st.columns([3, 2, 2, 1], vertical_alignment="bottom")
         sizes = columns[0].pills(
-            "Page sizes", PAGE_SIZES, selection_mode="multi", default=[geometry.page_size], key="sizes"
+            "Page sizes",
+            sorted({*PAGE_SIZES, geometry.page_size}),
+            selection_mode="multi",
+            default=[geometry.page_size],
+            key="sizes",
         )
         policies = columns[1].multiselect(
             "Policies", POLICIES, default=[geometry.eviction_policy or "lru"], key="policies"

@@ -14,7 +14,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -165,8 +165,14 @@ def receiving_alerts(keep: Callable[[str, Mapping[str, Any]], None]) -> Iterator
 
 def free_address() -> str:
     """An address of the loopback that nobody listens on right now."""
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        return f"127.0.0.1:{bound.getsockname()[1]}"
+    return free_addresses(1)[0]
+
+
+def free_addresses(count: int) -> list[str]:
+    """So many different ones: one after the other would be given twice now and then."""
+    with ExitStack() as stack:
+        bound = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [f"127.0.0.1:{each.getsockname()[1]}" for each in bound]
 
 
 @contextmanager

@@ -38,10 +38,10 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--
 class Dashboard:
     """`python -m dashboard` in front of a server."""
 
-    def __init__(self, folder: Path, server: str) -> None:
+    def __init__(self, folder: Path, server: str, *flags: str) -> None:
         ready = folder / "dashboard.json"
         command = [sys.executable, "-m", "dashboard", "--server", server, "--listen", "127.0.0.1:0"]
-        command += ["--ready-file", str(ready)]
+        command += ["--ready-file", str(ready), *flags]
         environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}"}
         self.log_path = folder / "dashboard.log"
         with self.log_path.open("wb") as log:
@@ -376,6 +376,30 @@ def test_a_dashboard_that_hangs_is_on_the_screen_in_time(tab: Tab, stack: tuple[
     tab.until(lambda: tab.told("state") == "live", "a live map again")
 
 
+def test_a_tab_too_many_says_so_asks_ever_less_often_and_comes_when_there_is_room(
+    fake_server: Any, browser: Any, tmp_path: Path
+) -> None:
+    dashboard = Dashboard(tmp_path, fake_server.address, "--max-viewers", "1")
+    first = Tab(browser, dashboard.url)
+    other: Tab | None = None
+    try:
+        first.wait_live()
+        tab = other = Tab(browser, dashboard.url)
+        tab.node.wait_for(timeout=60_000)
+        words = lambda: tab.page.locator(".banner").first.inner_text()  # noqa: E731
+        tab.until(lambda: words() == "too many viewers of this dashboard", "why there is no map")
+        pause = lambda: tab.node.evaluate("(node) => node.getRootNode().kvatlasMap.feed.pause")  # noqa: E731
+        tab.until(lambda: pause() >= 2000, "a pause that grows")
+        first.close()
+        tab.wait_live()
+        assert pause() == 250, "as after every success"
+    finally:
+        if other is not None:
+            other.close()
+        first.close()
+        dashboard.end()
+
+
 def test_the_keyboard_does_what_the_mouse_does(tab: Tab) -> None:
     tab.canvas.focus()
     pressed = lambda: tab.page.locator('button[aria-pressed="true"]').all_inner_texts()  # noqa: E731
@@ -481,6 +505,34 @@ def test_the_playground_streams_and_shows_what_was_cached(tab: Tab) -> None:
         tokens = tab.page.locator(f".ruler .token.{expected}")
         tokens.nth(15).wait_for(timeout=60_000)
     assert tab.page.get_by_test_id("stException").count() == 0
+
+
+def test_another_worker_is_shown_as_it_is_now_with_its_own_ten_minutes(browser: Any, tmp_path: Path) -> None:
+    """Nothing stays of the one before: neither its past, nor the strip below the map, nor what is ringed."""
+    feed = FeedServer(400, worker_id="large", beside=FeedServer(100, worker_id="small")).start()
+    dashboard = Dashboard(tmp_path, feed.address)
+    tab = Tab(browser, dashboard.url + "?worker=large&layout=request")
+    shown = lambda: tab.node.evaluate(  # noqa: E731
+        "(node) => { const { hello, strip, feed, pastMs, ringOwner } = node.getRootNode().kvatlasMap;"
+        "return [hello.worker, strip.pageCount, strip.columns.length > 0, feed.wishes, pastMs, ringOwner]; }"
+    )
+    try:
+        tab.wait_live()
+        tab.until(lambda: shown()[:3] == ["large", 400, True], "the strip of the first worker")
+        tab.node.evaluate("(node) => { node.getRootNode().kvatlasMap.ringOwner = 7; }")
+        tab.canvas.focus()
+        tab.page.keyboard.press("Space")
+        tab.until(lambda: tab.told("state") == "past", "a map that stands still")
+        tab.page.get_by_text("small", exact=True).click()
+        tab.until(lambda: shown()[:3] == ["small", 100, True], "the strip of the other worker")
+        tab.until(lambda: tab.told("state") == "live", "the other worker as it is now")
+        assert shown()[3:] == [{"lists": 1}, None, 0]
+        assert sum(tab.counts().values()) == 100
+        assert tab.errors == []
+    finally:
+        tab.close()
+        dashboard.end()
+        feed.stop()
 
 
 @pytest.mark.slow

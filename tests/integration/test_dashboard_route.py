@@ -21,7 +21,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from dashboard import frames
-from dashboard.live_route import assets_digest
+from dashboard.live_route import TOO_MANY, assets_digest
 
 ROOT = Path(__file__).parents[2]
 PAGES = 600
@@ -236,9 +236,10 @@ def test_a_viewer_can_go_back_and_return(dashboard: Dashboard) -> None:
 
 
 def test_nonsense_from_a_viewer_harms_nobody(dashboard: Dashboard) -> None:
+    far = '{"at":1%s,"live":1}' % ("0" * 30)  # a moment that no u64 holds
     with dashboard.open("?hz=nan&lists=x&worker=") as socket:
         viewer = Viewer(socket)
-        for text in ("", "[]", "{", '{"hz":"fast"}', '{"at":"now"}', '{"at":1e400}', '{"hz":1e9}', "7"):
+        for text in ("", "[]", "{", '{"hz":"fast"}', '{"at":"now"}', '{"at":1e400}', '{"hz":1e9}', "7", far):
             socket.send(text)
         viewer.until(frames.SNAPSHOT)
         viewer.until(frames.DELTA)
@@ -270,8 +271,10 @@ def test_more_viewers_than_allowed_are_told_to_come_later(
         for _ in range(40):
             stack.enter_context(dashboard.open("?hz=1"))
         wait_until(lambda: dashboard.num_viewers() == 40)
-        with pytest.raises((InvalidStatus, ConnectionClosed)):
-            Viewer(dashboard.open()).take()
+        with dashboard.open() as socket, pytest.raises(ConnectionClosed) as closed:
+            Viewer(socket).take()
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == TOO_MANY, "by which the page says that there are too many"
     wait_until(lambda: dashboard.num_viewers() == 0)
 
 
@@ -311,7 +314,8 @@ def test_the_spectrogram_goes_on_where_a_reader_stands(dashboard: Dashboard) -> 
     first, count, _, _ = read(told[1] - 1)
     assert first == told[1] - 1
     assert count >= 1
-    assert dashboard.get("live/spectrogram?since=x")[0] == 404
+    for nonsense in ("x", "%C2%B2", "9" * 30):
+        assert dashboard.get(f"live/spectrogram?since={nonsense}")[0] == 404
     assert dashboard.get("live/spectrogram?worker=nobody")[0] == 404
 
 

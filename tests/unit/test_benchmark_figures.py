@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.record import write_result
+from benchmarks.record import percentile, write_result
 from benchmarks.serving_cases import first_token_ms, gaps_ms, percentiles, rate
 from benchmarks.startup import table, timeline
 from benchmarks.workloads import HIGHEST_ID, LOWEST_ID, fixed, id_limit, named, published
@@ -70,6 +70,14 @@ def test_gaps_lie_between_messages_of_one_stream_and_within_the_window() -> None
     assert first_token_ms(ANSWERS) == [10.0, 20.0]
     assert percentiles([3.0, 1.0, 2.0]) == {"p50": 2.0, "p90": 3.0, "p99": 3.0, "max": 3.0}
     assert percentiles([]) == {}
+
+
+@pytest.mark.parametrize("count", [1, 2, 20, 100, 101])
+@pytest.mark.parametrize("share", [0.0, 0.07, 0.1, 0.5, 0.9, 0.99, 1.0])
+def test_a_percentile_is_the_least_value_that_so_many_do_not_exceed(count: int, share: float) -> None:
+    values = [float(n) for n in range(count, 0, -1)]
+    wanted = next(v for v in sorted(values) if sum(other <= v for other in values) >= share * count - 1e-9)
+    assert percentile(values, share) == wanted
 
 
 def test_the_timeline_counts_from_the_start_and_names_phases() -> None:

@@ -2,6 +2,10 @@
 
 import importlib.util
 import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -35,6 +39,42 @@ def test_failures_and_overruns_are_named_and_stop_nothing(tmp_path: Path) -> Non
     assert (tmp_path / "logs" / "works.log").read_text() == "25\n"
     child = int(pid.read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+SUITE = """
+import sys
+from pathlib import Path
+from benchmarks.suite import run_all
+from benchmarks.suite_stages import Stage
+folder = Path(sys.argv[1])
+commands = [f"sh -c 'echo $$ > {folder}/pid; sleep 600 & wait'", f"sh -c 'touch {folder}/next'"]
+run_all([Stage(name, {"it": name}, 1, 600) for name in commands], folder / "logs", 600)
+"""
+
+
+def test_a_suite_that_is_interrupted_leaves_no_command_behind(
+    tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    """Commands have sessions of their own: an engine would hold the GPU, and the next stages would follow."""
+    pid = tmp_path / "pid"
+    suite = subprocess.Popen([sys.executable, "-c", SUITE, str(tmp_path)], stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"))
+        suite.send_signal(signal.SIGINT)
+        suite.wait(60)
+        child = int(pid.read_text())
+        assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+        assert not (tmp_path / "next").exists()
+    finally:
+        suite.kill()
+        suite.wait()
+
+
+def test_what_was_not_run_is_not_counted_by_the_log_of_another_suite(tmp_path: Path) -> None:
+    (tmp_path / "second.log").write_text("=== 7 passed in 1.0s ===\n")
+    commands = {"first": "sleep 600", "second": "python -c pass"}
+    outcome = run_all([Stage("tests", commands, 1, 1)], tmp_path, 120)["tests"]
+    assert outcome.startswith("first over time; second over time after")
 
 
 def test_commands_of_a_stage_run_at_once_and_each_has_its_outcome(tmp_path: Path) -> None:

@@ -61,6 +61,20 @@ told.heartbeat = delta(planes, [], []);
     assert "sealed" in told["words"][2]
 
 
+def test_pages_of_a_worker_that_runs_for_months_are_as_old_as_they_are() -> None:
+    told = node("""
+const planes = new Planes({ ...hello(4), start_ms: -(100 * 86_400_000) });
+whole(planes, [3, 3, 3, 1], [1000, 500_000, 86_400_000, 0]);
+told.idle = [0, 1, 2].map((page) => planes.idleMs(page));
+delta(planes, [1], [3 | 32]);
+told.later = [0, 1, 2].map((page) => planes.idleMs(page));
+told.order = [...orderOf("eviction", planes).order.slice(0, 3)];
+""")
+    assert told["idle"] == [1000, 500_000, 86_400_000]
+    assert told["later"] == [3000, 0, 86_402_000]
+    assert told["order"] == [1, 0, 2]
+
+
 def test_a_snapshot_counts_when_its_last_part_is_there() -> None:
     told = node("""
 const planes = new Planes(hello(4));
@@ -215,6 +229,16 @@ for (const [name, value] of Object.entries(read)) told[name] = ArrayBuffer.isVie
         "cuts": [0, 1],
         "columns": list(range(24)),
     }
+
+
+def test_columns_of_another_process_or_pool_do_not_follow_those_that_are_there() -> None:
+    told = node(f"""
+const {{ continues }} = await import("{COMPONENTS}/strip.js");
+const reader = {{ next: 500, pageCount: 30 }};
+const answers = [[500, 30], [520, 30], [0, 30], [500, 31]];
+told.follows = answers.map(([first, pageCount]) => continues({{ first, pageCount }}, reader));
+""")
+    assert told["follows"] == [True, True, False, False]
 
 
 def test_ramps_are_monotonous_in_lightness() -> None:

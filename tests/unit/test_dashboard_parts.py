@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dashboard import allocator, charts, demo_messages
+from dashboard import allocator, charts, demo_messages, frames
 from dashboard.config import ConfigError, from_args
 from dashboard.demo_pool import DemoPool
 from dashboard.demo_source import DemoSource
@@ -21,12 +21,13 @@ from dashboard.ghosts import Ghost, Ghosts
 from dashboard.history import History
 from dashboard.kernel_mapping import KernelMapping
 from dashboard.live_map import LiveMap
-from dashboard.live_pages import STALE_SECONDS, Follower, Status
+from dashboard.live_pages import STALE_SECONDS, Follower, LivePages, Status
 from dashboard.mirror_checks import check_mirror
 from dashboard.spectrogram import FIGURES, Moment, Spectrogram
 from dashboard.theme import PALETTE, options
 from dashboard.tree import NO_PAGE, build_tree
 from dashboard.view_parts import counted, span
+from dashboard.viewer import Viewer
 from dashboard.web import GoneTabs
 from kernels.paged_cuda.shape import KernelShape
 from kvatlas.v1 import cache_pb2 as pb
@@ -251,6 +252,29 @@ def test_columns_are_bounded_and_a_restart_is_a_cut() -> None:
     assert gram.columns(7)[1].tolist() == [7000.0]
 
 
+def test_a_reader_of_columns_goes_on_with_a_pool_of_another_size() -> None:
+    """It has all columns before a number, and asks for that one next."""
+    gram = Spectrogram(5)
+
+    def add(seconds: range, pages: int) -> None:
+        moment = Moment(np.ones(pages, np.uint8), np.zeros(pages, np.uint32), 0, (0,) * len(FIGURES))
+        for second in seconds:
+            gram.add(second * 1000.0, moment)
+
+    gram.resize(100, is_restart=False)
+    add(range(8), 100)
+    has = gram.next_number
+    gram.resize(200, is_restart=True)
+    assert gram.columns(0)[1].tolist() == [], "none of the other size"
+    add(range(8, 10), 200)
+    first = gram.first_for(has)
+    assert first == has
+    assert gram.columns(first)[1].tolist() == [8000.0, 9000.0]
+    assert gram.columns(first)[2].tolist() == [True, False]
+    assert gram.first_for(0) == gram.first_number
+    assert gram.first_for(5000) == gram.first_number, "it read the columns of another process"
+
+
 def test_a_counter_that_fell_began_anew_and_no_rate_is_negative() -> None:
     """B120: a worker that starts again counts from 0."""
     figures = np.zeros((4, len(FIGURES)), np.uint32)
@@ -260,6 +284,15 @@ def test_a_counter_that_fell_began_anew_and_no_rate_is_negative() -> None:
 
 
 # charts
+
+
+@pytest.mark.parametrize("seconds", [3, 150, 151, 299, 600])
+def test_charts_over_time_have_few_points_however_long_they_are(seconds: int) -> None:
+    figures, times = np.zeros((seconds, len(FIGURES)), np.uint32), np.arange(seconds) * 1000.0
+    for chart, num_series in ((charts.states_over_time, 5), (charts.rates_over_time, 3)):
+        (rows,) = json.loads(chart(figures, times, "dark").to_json())["datasets"].values()
+        assert len({row["time"] for row in rows}) * num_series == len(rows)
+        assert min(seconds - 1, 75) <= len(rows) / num_series <= 150
 
 
 def report() -> EstimateReport:
@@ -450,6 +483,46 @@ def test_a_snapshot_can_be_read_by_numpy() -> None:
     told = np.load(packed)
     assert (told["states"] == live.page_map.planes["states"]).all()
     assert told["revision"].tolist() == [live.page_map.revision.epoch, live.page_map.revision.number]
+
+
+def shown_by(viewer: Viewer) -> list[str]:
+    """What a browser gets at one look: kinds of text, and of maps whether they are of now."""
+
+    async def take() -> list[str]:
+        found = []
+        async for frame in viewer.frames():
+            if isinstance(frame, str):
+                found.append(str(json.loads(frame)["type"]))
+            else:
+                kind, _, flags, *_ = frames.HEADER.unpack(frame[: frames.HEADER.size])
+                assert kind == frames.SNAPSHOT
+                found.append("past" if flags & frames.PAST else "now")
+        return [what for what in found if what not in ("status", "tick")]
+
+    return asyncio.run(take())
+
+
+@pytest.mark.parametrize(("pages", "what"), [(128, "past"), (64, "now")])
+def test_who_looks_at_the_past_of_a_worker_that_starts_again_sees_a_map(pages: int, what: str) -> None:
+    """The browser forgets its map with hello; a past of another size is none of this pool's."""
+    subscriber = LivePages(DemoSource(64, is_frozen=True))
+    follower = Follower(subscriber.source, "w", 600, lambda: 0.0)
+    subscriber._followers["w"] = follower
+    pool = DemoPool(128, seed=1).run(3)
+    for message in demo_messages.snapshot(pool):
+        follower.live_map.apply(message)
+    viewer = Viewer(subscriber, {})
+    assert shown_by(viewer) == ["hello", "now"]
+    viewer.take_wish({"at": pool.now_ms})
+    assert shown_by(viewer) == ["past"]
+    assert shown_by(viewer) == [], "it stands still"
+    again = DemoPool(pages, seed=2).run(3)
+    again.epoch, again.now_ms = again.epoch + 1, pool.now_ms + 1000
+    for message in demo_messages.snapshot(again):
+        follower.live_map.apply(message)
+    seen = shown_by(viewer)
+    assert seen[0] == "hello"
+    assert [*seen[1:], *shown_by(viewer)] == [what]
 
 
 def test_a_worker_that_the_service_has_lost_is_stale_before_its_silence_is() -> None:

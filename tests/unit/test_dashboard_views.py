@@ -190,6 +190,26 @@ def test_requests_show_every_sequence_with_its_pages(pages: LivePages, source: D
     assert shown["Pages saved by sharing"] == f"{references - active:,}"
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_rate_is_of_one_sequence_not_of_two_that_had_a_number_after_another(
+    pages: LivePages, monkeypatch: pytest.MonkeyPatch, is_same: bool
+) -> None:
+    """Without the scope `admin` requests of other tenants have no id."""
+    follower = pages.follower("")
+    assert follower is not None
+    (first, *_) = [each for each in follower.live_map.sequences() if each.owner]
+    hidden = replace(first, request_id="", token_count=500)
+    monkeypatch.setattr(follower.live_map, "sequences", lambda: [hidden])
+    app = run("requests")
+    later = replace(hidden, token_count=600 if is_same else 10, receive_ms=hidden.receive_ms + (not is_same))
+    monkeypatch.setattr(follower.live_map, "sequences", lambda: [later])
+    follower.live_map.clock_ms += 2000
+    app.run()
+    (row,) = drawn(app)["ribbons.js"]["sequences"]
+    assert ("50 tok/s" in row["words"]) == is_same
+    assert ("tok/s" in row["words"]) == is_same
+
+
 def test_the_tree_covers_all_sealed_pages(pages: LivePages, source: DemoSource) -> None:
     app = run("prefix_tree")
     nodes = drawn(app)["icicle.js"]["nodes"]
@@ -209,6 +229,17 @@ def test_what_if_asks_only_when_told_and_shows_today(pages: LivePages) -> None:
     shown = figures_of(app)
     assert shown["Estimate, today"] == shown["Observed"]
     assert shown["Twice the memory"].endswith("%")
+
+
+@pytest.mark.parametrize("page_size", [1, 256])
+def test_what_if_offers_the_page_size_that_the_pool_has(
+    pages: LivePages, monkeypatch: pytest.MonkeyPatch, page_size: int
+) -> None:
+    follower = pages.follower("")
+    assert follower is not None
+    geometry = replace(follower.live_map.geometry(), page_size=page_size)
+    monkeypatch.setattr(follower.live_map, "geometry", lambda: geometry)
+    assert run("what_if").button_group(key="sizes").value == [page_size]
 
 
 @pytest.mark.parametrize("looked_up", [0, 160])
@@ -358,6 +389,30 @@ def test_a_link_cannot_put_its_words_on_the_page(pages: LivePages) -> None:
     assert "evil.example" not in texts_of(app)
     assert drawn(app)["page_map.js"]["worker"] == "demo-0"
     assert drawn(app)["page_map.js"]["at"] is None
+
+
+def test_a_page_that_is_picked_again_is_inspected_once(pages: LivePages, source: DemoSource) -> None:
+    """A click, a second page with the shift key, and the first one again."""
+    first, second = source.pool.running[0].pages[:2]
+    app = run("page_map", page=str(first))
+    app.session_state["more_pages"] = [second, first]
+    app.run()
+    assert not app.exception, [each.value for each in app.exception]
+    titles = [str(each.value) for each in app.subheader]
+    assert titles == [f"Page {first}", f"Page {second}"]
+
+
+@pytest.mark.parametrize("text", ["²", "-1", str(2**32 - 1), "9" * 30])
+def test_a_number_that_is_none_of_a_page_names_nothing(pages: LivePages, text: str) -> None:
+    """Digits of other scripts are no numbers, and a message has no place for larger ones."""
+    app = run("page_map", page=text)
+    assert drawn(app)["page_map.js"]["selected"] is None
+    assert "Click a page" in texts_of(app)
+
+
+@pytest.mark.parametrize("text", ["²", "-1", "9" * 30])
+def test_a_number_that_is_no_moment_names_nothing(pages: LivePages, text: str) -> None:
+    assert drawn(run("page_map", t=text))["page_map.js"]["at"] is None
 
 
 def test_whoever_asks_first_makes_the_one_source(monkeypatch: pytest.MonkeyPatch) -> None:
