@@ -19,6 +19,14 @@ VIEWS = (
     ("explain", "How it works"),
 )
 
+# A fragment's run that crosses a change of the view can reach the browser behind it. Streamlit then loses its
+# whole tree and shows nothing more (streamlit#9617, streamlit#15084), so the view is loaded again.
+RELOAD = """<script>
+window.kvatlasReload ??= addEventListener("error", ({ message }) => {
+  if (/Bad delta path index|Cannot set a node at a delta path/.test(message)) location.reload();
+}) ?? true;
+</script>"""
+
 st.set_page_config(page_title="kvatlas", page_icon=str(HERE / "icon.png"), layout="wide")
 st.html(HERE / "page.css")
 process.live_pages()
@@ -28,5 +36,5 @@ pages = [
     for name, title in VIEWS
 ]
 shown = st.navigation(pages, position="top")
-st.html(f'<h1 class="kvatlas-view">{shown.title}</h1>')
+st.html(f'<h1 class="kvatlas-view">{shown.title}</h1>{RELOAD}', unsafe_allow_javascript=True)
 shown.run()

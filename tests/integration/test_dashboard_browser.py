@@ -32,6 +32,7 @@ STALE_SECONDS = 3.0  # from the last sign of life to a screen that says so
 CRASH_SECONDS = 2.0  # the same where the connection breaks: no need to wait for silence; 1 on a quiet machine
 WAIT_SECONDS = 60.0  # only ends a test that hangs
 STALL_SECONDS = 0.2  # a thread that waits longer for a core: the limits grow by that
+LOST_TREE = "Bad delta path index"  # Streamlit's, where a fragment's run crosses a change of the view
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
 
 
@@ -83,8 +84,12 @@ class Tab:
         self.errors: list[str] = []
         self.page.on("request", lambda request: self.hosts.add(request.url.split("/")[2]))
         self.page.on("websocket", self._note_socket)
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("pageerror", self._note_error)
         self.page.goto(url)
+
+    def _note_error(self, error: Any) -> None:
+        if LOST_TREE not in str(error):  # the page mends that itself
+            self.errors.append(str(error))
 
     def _note_socket(self, socket: Any) -> None:
         self.hosts.add(socket.url.split("/")[2])
@@ -459,6 +464,30 @@ def test_one_socket_while_the_view_is_open_and_none_after_it(tab: Tab, stack: tu
     tab.until(lambda: tab.sockets[0].is_closed(), "a closed socket")
     own = stack[0].url.split("/")[2]
     assert tab.hosts == {own}, "nothing comes from anywhere else"
+
+
+@pytest.mark.parametrize("view", ["", "playground"])
+def test_a_view_whose_tree_streamlit_has_lost_is_loaded_again(
+    stack: tuple[Dashboard, str], browser: Any, view: str
+) -> None:
+    """With the message that Chromium gave; any other error leaves the view as it is."""
+    tab = Tab(browser, stack[0].url + view, color_scheme="dark")
+    try:
+        tab.page.locator("h1.kvatlas-view").wait_for(state="attached", timeout=60_000)
+        tab.page.evaluate("window.isFirst = true")
+
+        def fails(message: str) -> None:
+            tab.page.evaluate("(text) => void setTimeout(() => { throw new Error(text); })", message)
+
+        fails("something else")
+        tab.until(lambda: len(tab.errors) == 1, "the error")
+        assert tab.page.evaluate("window.isFirst") is True
+        with tab.page.expect_event("load", timeout=60_000):
+            fails(f"{LOST_TREE} 2 (should be between [0, 1])")
+        tab.page.locator("h1.kvatlas-view").wait_for(state="attached", timeout=60_000)
+        assert tab.page.url == stack[0].url + view
+    finally:
+        tab.close()
 
 
 def test_every_view_opens_on_a_phone_without_sideways_scrolling(
