@@ -42,6 +42,7 @@ class OpsServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._num_connections += 1
+        writer.transport.set_write_buffer_limits(high=0)  # drain() waits for all that was written
         try:
             if self._num_connections <= MAX_CONNECTIONS:
                 async with asyncio.timeout(PATIENCE_SECONDS):
@@ -49,7 +50,8 @@ class OpsServer:
                     writer.write(await self._answer(head.decode("latin-1")))
                     await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # whoever it was is gone, or no scraper of ours
+            # Whoever it was is gone, or no scraper of ours: close() would wait for its reading without end.
+            writer.transport.abort()
         finally:
             self._num_connections -= 1
             with suppress(OSError):
