@@ -176,3 +176,24 @@ def test_an_answer_that_nobody_reads_is_dropped_when_the_patience_is_over(
         return num_read
 
     assert asyncio.run(asyncio.wait_for(scenario(), 100)) < len(MuchToSay.answer)
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz", "/"])
+def test_a_head_gets_what_a_get_would_but_for_the_body(path: str) -> None:
+    """The body came too."""
+
+    async def said(port: int, method: str) -> tuple[bytes, bytes]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"{method} {path} HTTP/1.1\r\n\r\n".encode())
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+        return head, body
+
+    async def scenario() -> None:
+        ops = http.OpsServer(CollectorRegistry(), lambda: True)
+        port = await ops.start("127.0.0.1", 0)
+        head, _ = await said(port, "GET")
+        assert await said(port, "HEAD") == (head, b"")
+        ops.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 100))
