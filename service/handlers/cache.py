@@ -5,7 +5,6 @@ Owns the cursors of lists and nothing else.
 
 import asyncio
 import base64
-import binascii
 import json
 import math
 from bisect import bisect_right
@@ -310,7 +309,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             worker_id, until, received, request_id, choice = json.loads(base64.urlsafe_b64decode(cursor))
             after = int(received), str(request_id), int(choice)
             is_valid = worker_id == kept.mirror.worker_id and self._loop.time() <= float(until)
-        except (ValueError, TypeError, binascii.Error):
+        except (ValueError, TypeError, OverflowError, RecursionError):
             is_valid = False
         if is_valid:
             return after

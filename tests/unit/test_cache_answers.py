@@ -1,6 +1,7 @@
 """Promises of CacheService, call by call: windows, pages, lists, rows, checks, and what is refused."""
 
 import asyncio
+import base64
 from typing import Any, cast
 
 import grpc
@@ -123,6 +124,14 @@ def test_a_page_is_told_with_its_sequences_children_and_last_events() -> None:
     asyncio.run(work())
 
 
+NO_CURSORS = ('["a", 1e12, Infinity, "r", 0]', f'["a", 1{400 * "0"}, 1, "r", 0]', 100_000 * "[", "7", "{}")
+"""JSON that a client may have made itself."""
+
+
+def encoded(text: str) -> str:
+    return base64.urlsafe_b64encode(text.encode()).decode()
+
+
 def test_lists_are_paged_oldest_first_and_cursors_are_checked() -> None:
     async def work() -> None:
         link, other = ScriptedLink("a", 10), ScriptedLink("b", 10)
@@ -145,6 +154,7 @@ def test_lists_are_paged_oldest_first_and_cursors_are_checked() -> None:
         for bad in (
             pb.ListSequencesRequest(worker_id="b", cursor=last),
             pb.ListSequencesRequest(worker_id="a", cursor="?"),
+            *(pb.ListSequencesRequest(worker_id="a", cursor=encoded(text)) for text in NO_CURSORS),
         ):
             assert paths(await refused(stage.servicer.ListSequences(bad, None))) == ["cursor"]
         few = pb.ListSequencesRequest(worker_id="a", states=[pb.SEQUENCE_STATE_WAITING])
