@@ -149,8 +149,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         async with asked(kept, worker_pb2.Command(page_table=request), COMMAND_SECONDS) as replies:
             async for reply in replies:
                 row = reply.page_table
-                record = kept.mirror.sequences.by_owner(row.owner)
-                if not viewer.is_admin and (record is None or not viewer.may_name(record)):
+                if not viewer.is_admin and not _is_ones_own(kept.mirror, row, viewer):
                     row.request_id = ""
                 await write(context, row)
 
@@ -345,6 +344,12 @@ def _page(mirror: PageMirror, page: int, uptime_ms: int) -> pb.GetPageResponse:
         response.age.CopyFrom(to_duration(((uptime_ms - value["born_ms"]) & 0xFFFFFFFF) / 1000))
         response.idle.CopyFrom(to_duration(((uptime_ms - value["used_ms"]) & 0xFFFFFFFF) / 1000))
     return response
+
+
+def _is_ones_own(mirror: PageMirror, row: pb.GetPageTableResponse, viewer: Viewer) -> bool:
+    """Whether the viewer may name who has a row, which the mirror may still believe to be another's."""
+    record = mirror.sequences.by_owner(row.owner)
+    return record is not None and record.request_id == row.request_id and viewer.may_name(record)
 
 
 def _check_page(mirror: PageMirror, page: int) -> None:

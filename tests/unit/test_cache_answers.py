@@ -228,6 +228,22 @@ def test_other_tenants_requests_have_no_names_and_their_waiting_ones_are_not_wat
     asyncio.run(work())
 
 
+def test_a_row_that_another_tenant_has_since_a_moment_has_no_name() -> None:
+    """The worker knows it sooner than the copy of its pages, which names the one that had the row before."""
+
+    async def work() -> None:
+        link, rows = ScriptedLink(page_count=10), ScriptedContext()
+        link.sequence(1, [1], tenant="acme")
+        stage = CacheStage(link, viewer=Viewer("acme"))
+        await stage.welcome()
+        link.sequence(1, [1], tenant="other")
+        link.sequences[1].request_id = "secret"
+        await stage.servicer.GetPageTable(pb.GetPageTableRequest(), rows)
+        assert [row.request_id for row in rows.written] == [""]
+
+    asyncio.run(work())
+
+
 def test_a_full_check_needs_the_admin_scope_and_a_worker_that_is_there() -> None:
     async def work() -> None:
         request = pb.RunIntegrityCheckRequest()
