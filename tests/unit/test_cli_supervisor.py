@@ -299,6 +299,13 @@ def test_port_0_gives_different_free_ports() -> None:
     assert len({*chosen.values(), 0}) == 3
 
 
+@pytest.mark.parametrize(("listen", "admin"), [("host:0", 0), ("host:7", 8), ("host:65535", 0)])
+def test_the_admin_port_follows_the_listeners_where_there_is_one(listen: str, admin: int) -> None:
+    """After the last port there was a traceback."""
+    settings = config.read(["serve", "--listen", listen], {})
+    assert serve._admin_place(settings, ports.split_address(listen)[1]) == ("127.0.0.1", admin)
+
+
 @pytest.mark.parametrize("address", ["nowhere", "host:", "host:x", "host:70000", ":1"])
 def test_an_address_without_a_port_is_refused(address: str) -> None:
     with pytest.raises(CommandFailed, match="is not host:port"):
