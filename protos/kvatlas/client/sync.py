@@ -13,6 +13,7 @@ watch.py and connection.py, which the asyncio client shares; here is how this on
 
 import time
 from collections.abc import Generator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -78,7 +79,8 @@ class Client:
         request = build_stream(prompt, options, queue_updates, min_tokens_per_message, max_hold_seconds)
         timeout = timeout_seconds or self._timeout
         course = Course(request, timeout_seconds=timeout, resume_seconds=self._resume_seconds)
-        return TokenStream(course, self._open_stream, self.address)
+        open_call = partial(self._open_stream, life=self._connection.life)
+        return TokenStream(course, open_call, self.address)
 
     def chat(
         self, messages: Sequence[Message], *, timeout_seconds: float | None = None, **options: Unpack[Options]
@@ -174,8 +176,10 @@ class Client:
     ) -> None:
         self.close()
 
-    def _open_stream(self, request: generation_pb2.StreamGenerateRequest, timeout_seconds: float) -> Any:
-        return self._connection.begin(GENERATION, "StreamGenerate", request, timeout_seconds)
+    def _open_stream(
+        self, request: generation_pb2.StreamGenerateRequest, timeout_seconds: float, life: int | None = None
+    ) -> Any:
+        return self._connection.begin(GENERATION, "StreamGenerate", request, timeout_seconds, life)
 
     def _ask(self, call: calls.Call[calls.Answer]) -> calls.Answer:
         try:
@@ -185,9 +189,12 @@ class Client:
         return call.read(answer)
 
     def _watch(self, what: watch.Watch[watch.State]) -> Generator[watch.State, None, None]:
+        life = self._connection.life
         while True:
             request, failure = what.request(), watch.ended()
-            call = self._connection.begin(what.service, what.method, request, watch.WATCH_TIMEOUT_SECONDS)
+            call = self._connection.begin(
+                what.service, what.method, request, watch.WATCH_TIMEOUT_SECONDS, life
+            )
             try:
                 for message in call:
                     if (state := what.take(message)) is not None:
