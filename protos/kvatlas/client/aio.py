@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 import grpc
 
 from kvatlas.client import calls, watch
-from kvatlas.client.channel import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_SECONDS
+from kvatlas.client.channel import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_SECONDS, LONG_TIMEOUT_SECONDS
 from kvatlas.client.connection import GENERATION, Connection, client_closed
 from kvatlas.client.credentials import Credentials
 from kvatlas.client.errors import from_rpc_error
@@ -157,7 +157,8 @@ class AsyncClient:
 
     async def page_map(self, worker_id: str = "") -> "PageMap":
         """The page map with its sequences, once."""
-        async with aclosing(self.watch_pages(worker_id)) as maps:
+        limit = min(self._timeout, LONG_TIMEOUT_SECONDS)
+        async with aclosing(self._watch(watch.look_at_pages(worker_id, limit))) as maps:
             return await anext(maps)
 
     # life
@@ -197,9 +198,7 @@ class AsyncClient:
         life = self._connection.life
         while True:
             request, failure = what.request(), watch.ended()
-            call = self._connection.begin(
-                what.service, what.method, request, watch.WATCH_TIMEOUT_SECONDS, life
-            )
+            call = self._connection.begin(what.service, what.method, request, what.timeout_seconds, life)
             try:
                 async for message in call:
                     if (state := what.take(message)) is not None:

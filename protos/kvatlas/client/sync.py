@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 import grpc
 
 from kvatlas.client import calls, watch
-from kvatlas.client.channel import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_SECONDS
+from kvatlas.client.channel import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_SECONDS, LONG_TIMEOUT_SECONDS
 from kvatlas.client.connection import GENERATION, Connection
 from kvatlas.client.credentials import Credentials
 from kvatlas.client.errors import from_rpc_error
@@ -155,7 +155,8 @@ class Client:
 
     def page_map(self, worker_id: str = "") -> "PageMap":
         """The page map with its sequences, once."""
-        maps = self.watch_pages(worker_id)
+        limit = min(self._timeout, LONG_TIMEOUT_SECONDS)
+        maps = self._watch(watch.look_at_pages(worker_id, limit))
         try:
             return next(maps)
         finally:
@@ -192,9 +193,7 @@ class Client:
         life = self._connection.life
         while True:
             request, failure = what.request(), watch.ended()
-            call = self._connection.begin(
-                what.service, what.method, request, watch.WATCH_TIMEOUT_SECONDS, life
-            )
+            call = self._connection.begin(what.service, what.method, request, what.timeout_seconds, life)
             try:
                 for message in call:
                     if (state := what.take(message)) is not None:
