@@ -9,7 +9,9 @@ import numpy as np
 
 from kvatlas.v1 import cache_pb2 as pb
 from kvatlas.worker.v1 import worker_pb2
+from service.fleet.mirror_metrics import MirrorCollector
 from service.handlers.cache_messages import Viewer
+from service.request import LostReason
 from service.testing_cache import (
     ACTIVE,
     FREE,
@@ -240,6 +242,25 @@ def test_a_row_that_another_tenant_has_since_a_moment_has_no_name() -> None:
         link.sequences[1].request_id = "secret"
         await stage.servicer.GetPageTable(pb.GetPageTableRequest(), rows)
         assert [row.request_id for row in rows.written] == [""]
+
+    asyncio.run(work())
+
+
+def test_a_worker_that_came_back_at_another_address_is_the_one_that_is_shown() -> None:
+    """Its old address may stay configured: the map of its last life was shown there for ever."""
+
+    async def work() -> None:
+        old, new = ScriptedLink("w", page_count=10), ScriptedLink("w", page_count=20)
+        new.address = "elsewhere"
+        stage = CacheStage(old, new)
+        await stage.welcome()
+        old.is_up = False
+        stage.mirrors.link_lost(cast(Any, old), LostReason.CRASH)
+        for worker_id in ("w", ""):
+            answer = await stage.servicer.GetPagePool(pb.GetPagePoolRequest(worker_id=worker_id), None)
+            assert answer.geometry.page_count == 20
+        ages = next(iter(MirrorCollector(stage.mirrors).collect()))
+        assert [sample.labels for sample in ages.samples] == [{"worker": "w"}]
 
     asyncio.run(work())
 
