@@ -42,14 +42,17 @@ class OpsServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._num_connections += 1
+        writer.transport.set_write_buffer_limits(high=0)  # drain() waits for all that was written
         try:
             if self._num_connections <= MAX_CONNECTIONS:
                 async with asyncio.timeout(PATIENCE_SECONDS):
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(await self._answer(head.decode("latin-1")))
+                    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+                    answer = await self._answer(head)
+                    writer.write(_without_body(answer) if head.startswith("HEAD ") else answer)
                     await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # whoever it was is gone, or no scraper of ours
+            # Whoever it was is gone, or no scraper of ours: close() would wait for its reading without end.
+            writer.transport.abort()
         finally:
             self._num_connections -= 1
             with suppress(OSError):
@@ -76,6 +79,10 @@ class OpsServer:
         if "application/openmetrics-text" in head:
             return openmetrics.CONTENT_TYPE_LATEST, openmetrics.generate_latest(self._registry)  # type: ignore[no-untyped-call]
         return CONTENT_TYPE_LATEST, generate_latest(self._registry)
+
+
+def _without_body(answer: bytes) -> bytes:
+    return answer.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
 
 
 def _response(status: str, kind: str, body: bytes) -> bytes:

@@ -12,6 +12,9 @@ from service.fleet.feed import EVENT_PLANES, EventColumns, OutOfStep, Plane, Seq
 CAPACITY = 65_536
 """Events that are kept: 2.5 MB."""
 
+MAX_SPAN_US = np.uint64(0xFFFFFFFF)
+"""From the first to the last event of one answer: they are told as offsets of 32 bits."""
+
 
 class EventRing:
     """Events `first_number` .. `last_number`; empty while first_number > last_number."""
@@ -61,10 +64,10 @@ class EventRing:
         self._forget_before(self.first_number)
 
     def after(self, number: int, limit: int = CAPACITY) -> EventColumns | None:
-        """Events after a number, at most so many; None: some of them are no longer there."""
+        """Events after a number, at most so many, and of MAX_SPAN_US; None: some are no longer there."""
         if number + 1 < self.first_number or number > self.last_number:
             return None
-        last = min(self.last_number, number + limit)
+        last = self._last_in_span(number, min(self.last_number, number + limit))
         numbers = np.arange(number + 1, last + 1)
         return EventColumns(
             first_number=number + 1,
@@ -72,6 +75,16 @@ class EventRing:
             started=[record for at, record in self._started if number < at <= last],
             ended_owners=[owner for at, owner in self._ended if number < at <= last],
         )
+
+    def _last_in_span(self, after: int, last: int) -> int:
+        if last <= after:
+            return last
+        times = self._columns["times_us"]
+        end = times[(after + 1) % self.capacity] + MAX_SPAN_US
+        if times[last % self.capacity] <= end:
+            return last
+        numbers = np.arange(after + 1, last + 1)
+        return after + int(np.searchsorted(times[numbers % self.capacity], end, "right"))
 
     def of_page(self, page: int, limit: int) -> list[tuple[int, dict[str, int]]]:
         """The newest events of one page, oldest first: number and columns."""

@@ -115,7 +115,11 @@ class WorkerLink:
         """Starts to connect; returns at once."""
         assert not self._is_closed, "closed for good"
         self._expected = 0
-        self._sockets.open(self._hello)
+        try:
+            self._sockets.open(self._hello)
+        except OSError as error:  # no descriptor is left now: one may be when it is tried again
+            self._end_connection(LostReason.PARTITION, f"cannot connect: {error.strerror}")
+            return
         self._timer = self._loop.call_later(
             HELLO_SECONDS, self._lose, LostReason.PARTITION, "no answer to Hello"
         )
@@ -269,8 +273,10 @@ class WorkerLink:
 
     def _lose(self, reason: LostReason, why: str) -> None:
         """Ends this connection and begins the next; a worker that starts is absent until it has one."""
-        if self._is_closed or not self._sockets.is_open:
-            return
+        if not self._is_closed and self._sockets.is_open:
+            self._end_connection(reason, why)
+
+    def _end_connection(self, reason: LostReason, why: str) -> None:
         is_news = self.is_up or why != self._last_why
         self._last_why = why
         log.log(

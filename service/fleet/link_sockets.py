@@ -60,7 +60,11 @@ class ZmqDealer:
         dealer.setsockopt(zmq.RECONNECT_IVL, 100)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 250)  # a worker that has just begun to listen is found soon
         seam.prepare(dealer)
-        monitor = dealer.get_monitor_socket(EVENTS)
+        try:
+            monitor = dealer.get_monitor_socket(EVENTS)
+        except zmq.ZMQError:
+            dealer.close()
+            raise
         self._dealer = SocketReader(loop, dealer, lambda frames: on_message(frames[0]))
         self._monitor = SocketReader(loop, monitor, self._hear)
         dealer.connect(address)
@@ -120,10 +124,17 @@ class LinkSockets:
         return self._engine is not None
 
     def open(self, first: bytes) -> None:
-        """Starts to connect, with a first message; returns at once."""
+        """Starts to connect, with a first message; returns at once. Raises OSError: no socket is left."""
         assert self._engine is None, "open already"
+        try:
+            self._engine = self._engine_socket()
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, error.strerror) from error
+        self._engine.send(first)
+
+    def _engine_socket(self) -> EngineSocket:
         if self._address.startswith(IPC):
-            self._engine = Dealer(
+            return Dealer(
                 self._address.removeprefix(IPC),
                 loop=self._loop,
                 identity=self._identity,
@@ -131,17 +142,15 @@ class LinkSockets:
                 on_message=self._on_message,
                 on_end=self._on_end,
             )
-        else:
-            self._engine = ZmqDealer(
-                self._address,
-                context=self._context,
-                loop=self._loop,
-                identity=self._identity,
-                seam=self._seam,
-                on_message=self._on_message,
-                on_end=self._on_end,
-            )
-        self._engine.send(first)
+        return ZmqDealer(
+            self._address,
+            context=self._context,
+            loop=self._loop,
+            identity=self._identity,
+            seam=self._seam,
+            on_message=self._on_message,
+            on_end=self._on_end,
+        )
 
     def send(self, frame: bytes) -> bool:
         """Puts a message in the queue; False: that is full."""

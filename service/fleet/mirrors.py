@@ -244,8 +244,16 @@ class PageMirrors:
 
     @property
     def kept(self) -> Sequence[KeptMirror]:
-        """Mirrors of workers that have introduced themselves, lost ones included."""
-        return list(self._kept.values())
+        """Mirrors of workers that have introduced themselves, lost ones included.
+
+        Of a worker that has come back at another address, the one that is there.
+        """
+        by_name: dict[str, KeptMirror] = {}
+        for kept in list(self._kept.values()):
+            known = by_name.setdefault(kept.mirror.worker_id, kept)
+            if kept.link.is_up and not known.link.is_up:
+                by_name[kept.mirror.worker_id] = kept
+        return list(by_name.values())
 
     @property
     def is_any_fresh(self) -> bool:

@@ -5,7 +5,6 @@ Owns the cursors of lists and nothing else.
 
 import asyncio
 import base64
-import binascii
 import json
 import math
 from bisect import bisect_right
@@ -150,8 +149,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         async with asked(kept, worker_pb2.Command(page_table=request), COMMAND_SECONDS) as replies:
             async for reply in replies:
                 row = reply.page_table
-                record = kept.mirror.sequences.by_owner(row.owner)
-                if not viewer.is_admin and (record is None or not viewer.may_name(record)):
+                if not viewer.is_admin and not _is_ones_own(kept.mirror, row, viewer):
                     row.request_id = ""
                 await write(context, row)
 
@@ -310,7 +308,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             worker_id, until, received, request_id, choice = json.loads(base64.urlsafe_b64decode(cursor))
             after = int(received), str(request_id), int(choice)
             is_valid = worker_id == kept.mirror.worker_id and self._loop.time() <= float(until)
-        except (ValueError, TypeError, binascii.Error):
+        except (ValueError, TypeError, OverflowError, RecursionError):
             is_valid = False
         if is_valid:
             return after
@@ -346,6 +344,12 @@ def _page(mirror: PageMirror, page: int, uptime_ms: int) -> pb.GetPageResponse:
         response.age.CopyFrom(to_duration(((uptime_ms - value["born_ms"]) & 0xFFFFFFFF) / 1000))
         response.idle.CopyFrom(to_duration(((uptime_ms - value["used_ms"]) & 0xFFFFFFFF) / 1000))
     return response
+
+
+def _is_ones_own(mirror: PageMirror, row: pb.GetPageTableResponse, viewer: Viewer) -> bool:
+    """Whether the viewer may name who has a row, which the mirror may still believe to be another's."""
+    record = mirror.sequences.by_owner(row.owner)
+    return record is not None and record.request_id == row.request_id and viewer.may_name(record)
 
 
 def _check_page(mirror: PageMirror, page: int) -> None:

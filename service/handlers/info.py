@@ -35,7 +35,7 @@ class InfoServicer(server_pb2_grpc.ServerServiceServicer):
             limits=self._limits(),
             features=sorted(backstage.features_of(facts)) if facts is not None else (),
             state=self._state(),
-            workers=[self._worker(link) for link in backstage.pool.links if link.facts is not None],
+            workers=[self._worker(link) for link in self._shown()],
         )
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
@@ -106,6 +106,12 @@ class InfoServicer(server_pb2_grpc.ServerServiceServicer):
             return pb.SERVER_STATE_STARTING
         return pb.SERVER_STATE_LOST
 
+    def _shown(self) -> list[WorkerLink]:
+        """Those that have introduced themselves; not a lost one that has come back at another address."""
+        known = [link for link in self._backstage.pool.links if link.facts is not None]
+        there = {link.worker_id for link in known if link.is_up}
+        return [link for link in known if link.is_up or link.worker_id not in there]
+
     def _worker(self, link: WorkerLink) -> pb.WorkerInfo:
         assert link.facts is not None, "only workers that have introduced themselves are shown"
         info = pb.WorkerInfo()
@@ -120,9 +126,7 @@ class InfoServicer(server_pb2_grpc.ServerServiceServicer):
         pool, live = self._backstage.pool, self._backstage.live
         load = pb.Load(active_requests=len(live), waiting_requests=live.waiting())
         oldest = 0.0
-        for link in pool.links:
-            if link.facts is None:
-                continue
+        for link in self._shown():
             worker = load.workers.add()
             if link.beat is not None:
                 worker.CopyFrom(link.beat.load)
@@ -130,7 +134,8 @@ class InfoServicer(server_pb2_grpc.ServerServiceServicer):
             worker.worker_id = link.worker_id
             worker.state = pool.state_of(link)  # type: ignore[assignment]
             # Known from the start; a worker's first beats come before its readers have counted anything.
-            worker.total_pages = link.facts.page_count - 1
+            if link.facts is not None:
+                worker.total_pages = link.facts.page_count - 1
         if (wait_ms := self._backstage.estimated_wait_ms()) is not None:
             load.estimated_wait.CopyFrom(to_duration(wait_ms / 1000))
         load.age.CopyFrom(to_duration(oldest))

@@ -110,7 +110,9 @@ class PinKeeper:
     def look(self) -> None:
         """Something about a worker has changed."""
         there = {link.address for link in self._pool.links}
-        self._lives = {address: epoch for address, epoch in self._lives.items() if address in there}
+        for address in self._lives.keys() - there:
+            del self._lives[address]
+            self._stop(address)
         for link in self._pool.known if self._pins else ():
             if link.facts is None or self._pool.state_of(link) != SERVING:
                 continue
@@ -139,7 +141,8 @@ class PinKeeper:
         while self._lives.get(address) == epoch:
             kept = next((each for each in self._mirrors.kept if each.link.address == address), None)
             if kept is None or not kept.link.is_up:
-                return  # its next life begins anew
+                self._lives.pop(address)  # begun anew once it is there again, in this life or the next
+                return
             asked = pb.SetPinnedPrefixRequest()
             asked.CopyFrom(pin)
             asked.worker_id = kept.mirror.worker_id

@@ -99,11 +99,14 @@ class ChatTemplate:
         """The prompt. `template_args` are further variables; they may not replace the turns."""
         messages: JsonValue = [turn.as_template_sees() for turn in turns]
         given = {"messages": messages, "tools": list(tools) or None, "args": dict(template_args or {})}
-        needs_masks = self._control_tokens.is_in(given)
-        if needs_masks:
-            masked = self._control_tokens.mask(given)
-            assert isinstance(masked, dict)
-            given = masked
+        try:
+            needs_masks = self._control_tokens.is_in(given)
+            if needs_masks:
+                masked = self._control_tokens.mask(given)
+                assert isinstance(masked, dict)
+                given = masked
+        except RecursionError:  # what json.loads still takes
+            raise ChatTemplateError("tools or template arguments are nested too deeply") from None
         text = self._run(given, add_generation_prompt, continue_final_message)
         if not needs_masks:
             return ChatText(text)

@@ -20,7 +20,7 @@ from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc, server_pb2, server_pb2_grpc
 from service import health_messages as health
 from service.testing import Refusal, RunningService, loop_thread, running_service
-from service.testing_worker import WorkerScript
+from service.testing_worker import ScriptedWorker, WorkerScript
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL_SECONDS = 120.0  # ends a call that hangs
@@ -357,6 +357,27 @@ def test_load_is_pushed_at_the_interval_asked_for(channel: grpc.Channel) -> None
 
 
 # The ops port
+
+
+def test_a_worker_that_came_back_at_another_address_is_told_once(tmp_path: Path, wait_until: Any) -> None:
+    """It was told twice under its one name, lost and serving; `kvatlas top` showed the lost one."""
+    addresses = tuple(f"ipc://{tmp_path}/engine-{name}" for name in ("0", "new"))
+    with (
+        running_service(tmp_path, workers=addresses) as service,
+        grpc.insecure_channel(service.address) as own,
+    ):
+        stub: Any = server_pb2_grpc.ServerServiceStub(own)
+        service.workers[0].stop()
+        moved = ScriptedWorker(addresses[1], "worker-0", WorkerScript()).start()
+
+        def states() -> list[int]:
+            load = stub.GetLoad(server_pb2.GetLoadRequest(), timeout=CALL_SECONDS).load
+            return [worker.state for worker in load.workers]
+
+        wait_until(lambda: states() == [server_pb2.SERVER_STATE_SERVING], "the worker, once")
+        info = stub.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=CALL_SECONDS)
+        assert [worker.worker_id for worker in info.workers] == ["worker-0"]
+        moved.stop()
 
 
 def test_metrics_are_served_in_both_formats(running: RunningService) -> None:

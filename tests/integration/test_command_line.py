@@ -190,6 +190,30 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(
         assert terminal.end() == 0
 
 
+@pytest.mark.parametrize("is_piped", [False, True])
+def test_an_interrupt_ends_a_chat_that_nobody_types_in(
+    start_server: Any, wait_until: WaitUntil, hold: Any, is_piped: bool
+) -> None:
+    """It ended with 0, as if the answer were whole; and a pipe's next question was asked."""
+    server = start_server(*FAKE, *hold.settings)
+    message = [] if is_piped else ["hello"]
+    length = ("-n", str(hold.tokens), "--ignore-eos")
+    with subprocess.Popen(
+        [*COMMAND, "chat", *message, "--address", server.address, *length],
+        env=ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as chat:
+        assert chat.stdin is not None
+        assert chat.stdout is not None
+        chat.stdin.write(b"hello\nworld\n")
+        chat.stdin.close()
+        assert chat.stdout.read(1)
+        chat.send_signal(signal.SIGINT)
+        assert chat.wait(WAIT_SECONDS) == 130
+    wait_until(lambda: active_pages(server) == 0, "pages given back")
+
+
 # pages and top
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvatlas.client.aio import AsyncClient
-from kvatlas.client.errors import Refused
+from kvatlas.client.errors import Cancelled, Refused
 from kvatlas.client.request import Message
 from kvatlas.client.sync import Client
 
@@ -86,6 +86,19 @@ def test_both_clients_watch_and_check(fake_server: Any) -> None:
         count = client.page_pool().geometry.page_count
         assert checked_pages(client) == count - 1
     assert asyncio.run(watch()) == (count, count)
+
+
+def test_a_watch_whose_async_client_is_closed_says_so_and_cancels_no_task(fake_server: Any) -> None:
+    async def main() -> None:
+        client = AsyncClient(fake_server.address)
+        async with aclosing(client.watch_load(interval_seconds=60.0, reconnect_seconds=60.0)) as loads:
+            await anext(loads)
+            closing = asyncio.create_task(client.close())
+            with pytest.raises(Cancelled, match="the client was closed"):
+                await anext(loads)
+            await closing
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

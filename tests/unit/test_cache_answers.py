@@ -1,6 +1,7 @@
 """Promises of CacheService, call by call: windows, pages, lists, rows, checks, and what is refused."""
 
 import asyncio
+import base64
 from typing import Any, cast
 
 import grpc
@@ -8,7 +9,9 @@ import numpy as np
 
 from kvatlas.v1 import cache_pb2 as pb
 from kvatlas.worker.v1 import worker_pb2
+from service.fleet.mirror_metrics import MirrorCollector
 from service.handlers.cache_messages import Viewer
+from service.request import LostReason
 from service.testing_cache import (
     ACTIVE,
     FREE,
@@ -123,6 +126,14 @@ def test_a_page_is_told_with_its_sequences_children_and_last_events() -> None:
     asyncio.run(work())
 
 
+NO_CURSORS = ('["a", 1e12, Infinity, "r", 0]', f'["a", 1{400 * "0"}, 1, "r", 0]', 100_000 * "[", "7", "{}")
+"""JSON that a client may have made itself."""
+
+
+def encoded(text: str) -> str:
+    return base64.urlsafe_b64encode(text.encode()).decode()
+
+
 def test_lists_are_paged_oldest_first_and_cursors_are_checked() -> None:
     async def work() -> None:
         link, other = ScriptedLink("a", 10), ScriptedLink("b", 10)
@@ -145,6 +156,7 @@ def test_lists_are_paged_oldest_first_and_cursors_are_checked() -> None:
         for bad in (
             pb.ListSequencesRequest(worker_id="b", cursor=last),
             pb.ListSequencesRequest(worker_id="a", cursor="?"),
+            *(pb.ListSequencesRequest(worker_id="a", cursor=encoded(text)) for text in NO_CURSORS),
         ):
             assert paths(await refused(stage.servicer.ListSequences(bad, None))) == ["cursor"]
         few = pb.ListSequencesRequest(worker_id="a", states=[pb.SEQUENCE_STATE_WAITING])
@@ -214,6 +226,41 @@ def test_other_tenants_requests_have_no_names_and_their_waiting_ones_are_not_wat
         await until(lambda: len(context.written) == 2)
         assert [each.owner for each in context.written[1].snapshot.sequences] == [1, 2]
         task.cancel()
+
+    asyncio.run(work())
+
+
+def test_a_row_that_another_tenant_has_since_a_moment_has_no_name() -> None:
+    """The worker knows it sooner than the copy of its pages, which names the one that had the row before."""
+
+    async def work() -> None:
+        link, rows = ScriptedLink(page_count=10), ScriptedContext()
+        link.sequence(1, [1], tenant="acme")
+        stage = CacheStage(link, viewer=Viewer("acme"))
+        await stage.welcome()
+        link.sequence(1, [1], tenant="other")
+        link.sequences[1].request_id = "secret"
+        await stage.servicer.GetPageTable(pb.GetPageTableRequest(), rows)
+        assert [row.request_id for row in rows.written] == [""]
+
+    asyncio.run(work())
+
+
+def test_a_worker_that_came_back_at_another_address_is_the_one_that_is_shown() -> None:
+    """Its old address may stay configured: the map of its last life was shown there for ever."""
+
+    async def work() -> None:
+        old, new = ScriptedLink("w", page_count=10), ScriptedLink("w", page_count=20)
+        new.address = "elsewhere"
+        stage = CacheStage(old, new)
+        await stage.welcome()
+        old.is_up = False
+        stage.mirrors.link_lost(cast(Any, old), LostReason.CRASH)
+        for worker_id in ("w", ""):
+            answer = await stage.servicer.GetPagePool(pb.GetPagePoolRequest(worker_id=worker_id), None)
+            assert answer.geometry.page_count == 20
+        ages = next(iter(MirrorCollector(stage.mirrors).collect()))
+        assert [sample.labels for sample in ages.samples] == [{"worker": "w"}]
 
     asyncio.run(work())
 

@@ -1,7 +1,9 @@
 """Promises of chat rendering: equal to transformers' renderer, in a sandbox, with a reason for every no."""
 
+import json
 import random
 from datetime import datetime
+from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -121,6 +123,15 @@ def test_a_template_that_refuses_says_why() -> None:
 def test_a_template_that_fails_or_leaves_the_sandbox_is_an_error_for_the_client(source: str) -> None:
     with pytest.raises(ChatTemplateError):
         ours(source, CHATS[0])
+
+
+@pytest.mark.parametrize("place", ["tools", "template_args"])
+def test_what_json_takes_and_nobody_can_walk_through_is_an_error_for_the_client(place: str) -> None:
+    """It was an internal error, with a traceback in the log for each."""
+    deep = json.loads('{"a": ' + 900 * "[" + 900 * "]" + "}")
+    given: dict[str, Any] = {place: deep if place == "template_args" else [deep]}
+    with pytest.raises(ChatTemplateError, match="nested too deeply"):
+        template(LLAMA).render([ChatTurn("user", "x")], **given)
 
 
 def test_a_template_that_does_not_compile_is_a_fault_of_the_model() -> None:

@@ -331,3 +331,27 @@ def test_without_a_server_a_command_says_so_in_one_line(arguments: list[str]) ->
     assert done.returncode == exits.NO_SERVER
     assert done.stderr.count("\n") == 1, done.stderr
     assert "no server answers at 127.0.0.1:1" in done.stderr
+
+
+@pytest.mark.parametrize("handler", ["strict", "surrogateescape"])  # what Python's stdin does, by locale
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        (["generate", b"a\xff"], b""),
+        (["generate"], b"a\xff"),
+        (["chat"], b"a\xff\n"),
+        (["admin", "pin", "name", "--text", "-"], b"a\xff"),
+    ],
+)
+def test_what_is_not_utf_8_is_wrong_usage(handler: str, arguments: list[str | bytes], given: bytes) -> None:
+    """It was a traceback."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvatlas.cli", *arguments],
+        env={"PYTHONPATH": str(ROOT / "protos"), "PYTHONIOENCODING": f"utf-8:{handler}"},
+        input=given,
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == exits.USAGE
+    assert done.stderr.startswith(b"kvatlas: an argument or the input is not UTF-8: ")
+    assert done.stderr.count(b"\n") == 1

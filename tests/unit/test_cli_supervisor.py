@@ -49,6 +49,7 @@ supervisor = Supervisor(
     [spec("first", sys.argv[2], 1.0, ends_all=True), spec("second", sys.argv[3], 5.0)],
     RestartPolicy(2, first_delay_seconds=0.01),
     environment={}, clock=time.monotonic, log=print_log)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # however the tests were started
 supervisor.install_signals()
 supervisor.watch_parent(os.getppid())
 def ready():
@@ -122,6 +123,18 @@ def test_a_signal_ends_the_children_in_order_and_leaves_none(start: Callable[...
     assert code == 0
     assert [line for line in run.log() if "term" in line] == ["first term", "second term"]
     assert not any(psutil.pid_exists(pid) for pid in run.pids("first") + run.pids("second"))
+
+
+def test_under_nohup_the_end_of_the_terminal_changes_nothing(tmp_path: Path) -> None:
+    """The server that was to outlive a login ended with it."""
+    run = Run(tmp_path, "good", "good", HARNESS.replace("SIGHUP, signal.SIG_DFL", "SIGHUP, signal.SIG_IGN"))
+    run.wait_ready()
+    run.process.send_signal(signal.SIGHUP)
+    run.process.send_signal(signal.SIGTERM)
+    code, text = run.end()
+    assert code == 0
+    assert "SIGHUP" not in text
+    assert "SIGTERM: draining" in text
 
 
 LATE = """
@@ -284,6 +297,13 @@ def test_all_busy_ports_are_told_at_once() -> None:
 def test_port_0_gives_different_free_ports() -> None:
     chosen = ports.choose_ports({"--a": ("127.0.0.1", 0), "--b": ("127.0.0.1", 0)})
     assert len({*chosen.values(), 0}) == 3
+
+
+@pytest.mark.parametrize(("listen", "admin"), [("host:0", 0), ("host:7", 8), ("host:65535", 0)])
+def test_the_admin_port_follows_the_listeners_where_there_is_one(listen: str, admin: int) -> None:
+    """After the last port there was a traceback."""
+    settings = config.read(["serve", "--listen", listen], {})
+    assert serve._admin_place(settings, ports.split_address(listen)[1]) == ("127.0.0.1", admin)
 
 
 @pytest.mark.parametrize("address", ["nowhere", "host:", "host:x", "host:70000", ":1"])

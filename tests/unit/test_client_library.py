@@ -272,6 +272,25 @@ def test_the_async_client_gives_the_same_answer(server: tuple[ScriptedServer, st
     asyncio.run(main())
 
 
+def test_a_call_whose_async_client_is_closed_says_so_and_cancels_no_task(
+    server: tuple[ScriptedServer, str],
+) -> None:
+    """gRPC raises CancelledError then: a task that nobody had cancelled ended as cancelled."""
+    scripted, address = server
+
+    async def main() -> None:
+        client = AsyncClient(address)
+        asking = asyncio.create_task(client.generate("slow"))
+        async with asyncio.timeout(WAIT_SECONDS):
+            while not scripted.running:
+                await asyncio.sleep(0.001)
+        await client.close()
+        with pytest.raises(Cancelled, match="the client was closed"):
+            await asking
+
+    asyncio.run(main())
+
+
 def test_an_error_carries_reason_metadata_and_violations(server: tuple[ScriptedServer, str]) -> None:
     with Client(server[1]) as client, pytest.raises(InvalidRequest) as caught:
         client.generate("bad")

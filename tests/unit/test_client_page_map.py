@@ -1,12 +1,22 @@
 """The client's copy of a page map: whole snapshots, deltas that fit, and nothing else."""
 
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
 import numpy as np
 import pytest
 
+from kvatlas.client.aio import AsyncClient
 from kvatlas.client.errors import DeadlineExceeded, Incomplete, Refused, Unavailable
 from kvatlas.client.page_map import PageMap
+from kvatlas.client.sync import Client
 from kvatlas.client.watch import Reconnect
 from kvatlas.v1 import cache_pb2 as pb
+from kvatlas.v1 import cache_pb2_grpc
 
 FREE, ACTIVE, CACHED, RESERVED = (
     pb.PAGE_STATE_FREE,
@@ -239,6 +249,39 @@ def test_a_watch_whose_deadline_passes_goes_on_at_once_but_never_in_a_tight_loop
 def test_a_watch_that_was_refused_does_not_come_back() -> None:
     with pytest.raises(Refused):
         Reconnect(60.0, lambda: 0.0).wait_seconds(Refused("too many watches", reason="WATCH_LIMIT"))
+
+
+class SilentServer(cache_pb2_grpc.CacheServiceServicer):
+    """Of a worker that was lost before it had told its pages."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def WatchPageMap(self, request: Any, context: Any) -> Iterator[pb.WatchPageMapResponse]:
+        self.calls += 1
+        over = threading.Event()
+        context.add_callback(over.set)
+        over.wait(60)
+        yield from ()
+
+
+def test_a_look_at_a_map_that_never_comes_ends_at_its_deadline() -> None:
+    """It was asked for again after each half hour, without end and without a word."""
+    server, silent = grpc.server(futures.ThreadPoolExecutor(4)), SilentServer()
+    cache_pb2_grpc.add_CacheServiceServicer_to_server(silent, server)  # type: ignore[no-untyped-call]
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+
+    async def look() -> None:
+        async with AsyncClient(address, timeout_seconds=0.5) as client:
+            await client.page_map()
+
+    with Client(address, timeout_seconds=0.5) as client, pytest.raises(DeadlineExceeded):
+        client.page_map()
+    with pytest.raises(DeadlineExceeded):
+        asyncio.run(look())
+    assert silent.calls == 2
+    server.stop(0).wait()
 
 
 def waiting(request_id: str, *, state: int = pb.SEQUENCE_STATE_WAITING) -> pb.SequenceInfo:

@@ -1,5 +1,6 @@
 """Downloads of recordings: whole, in order, and on from where they broke off."""
 
+import os
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -76,6 +77,36 @@ def test_one_that_never_gets_on_is_given_up(serve: Any, tmp_path: Path) -> None:
     with Recorder(serve(servicer)) as recorder, pytest.raises(Unavailable, match="gone"):
         recorder.download("r1", tmp_path / "file")
     assert len(servicer.first_bytes) == 1, "nothing was known of it yet"
+
+
+@pytest.mark.parametrize("old", [b"an earlier one", None])
+def test_a_download_that_fails_leaves_what_was_there(serve: Any, tmp_path: Path, old: bytes | None) -> None:
+    """The file was emptied before anything was asked for: an earlier recording of that name was lost."""
+    path = tmp_path / "file"
+    if old is not None:
+        path.write_bytes(old)
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with Recorder(serve(Breaking(pieces=0, broken=1))) as recorder:
+        with pytest.raises(Unavailable):
+            recorder.download("r1", path)
+        with pytest.raises(KeyboardInterrupt):
+            recorder.download("r1", path, on_progress=interrupt)
+        assert [each.read_bytes() for each in tmp_path.iterdir()] == ([] if old is None else [old])
+        recorder.download("r1", path)
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [DATA]
+
+
+def test_a_download_into_a_pipe_goes_through_it(serve: Any, tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with futures.ThreadPoolExecutor(1) as threads, Recorder(serve(Breaking(0, 0))) as recorder:
+        read = threads.submit(path.read_bytes)
+        recorder.download("r1", path)
+        assert read.result(60) == DATA
+    assert path.is_fifo()
 
 
 def test_a_server_without_admin_service_says_so(serve: Any) -> None:

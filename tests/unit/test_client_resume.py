@@ -531,6 +531,46 @@ def test_closing_an_async_stream_ends_its_reading_and_its_wait_and_cancels_no_ta
         server.proceed.set()
 
 
+def test_closing_a_client_ends_its_streams_and_none_goes_on_in_another_call() -> None:
+    """The closed channel looked like a lost server: the stream went on, on a channel that nobody closed."""
+    server = LosingServer()
+    server.proceed.clear()
+    with served(server) as (_, port):
+        client = Client(f"127.0.0.1:{port}")
+        stream = client.stream("x")
+        assert isinstance(next(stream), Started)
+        closer = threading.Timer(0.05, client.close)
+        closer.start()
+        with pytest.raises(Cancelled, match="the client was closed"):
+            list(stream)
+        closer.join()
+        assert len(server.requests) == 1
+        server.proceed.set()
+        with client.stream("x") as again:  # a client that is closed may be used again
+            list(again)
+        client.close()
+
+
+def test_closing_an_async_client_ends_its_streams_and_cancels_no_task() -> None:
+    server = LosingServer()
+    server.proceed.clear()
+
+    async def main(address: str) -> None:
+        client = AsyncClient(address)
+        stream = client.stream("x")
+        assert isinstance(await anext(stream), Started)
+        closing = asyncio.create_task(client.close())
+        with pytest.raises(Cancelled):
+            async for _ in stream:
+                pass
+        await closing
+
+    with served(server) as (_, port):
+        asyncio.run(main(f"127.0.0.1:{port}"))
+        assert len(server.requests) == 1
+        server.proceed.set()
+
+
 def test_a_task_that_is_cancelled_while_its_stream_is_closed_is_cancelled() -> None:
     server = LosingServer()
     server.proceed.clear()

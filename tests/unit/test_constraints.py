@@ -224,6 +224,22 @@ begun.wait()
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
+def test_a_close_beside_threads_that_take_the_last_work_comes_back() -> None:
+    """It waited for work that a thread had taken since it looked: a service that drained never ended."""
+    script = """
+import sys
+from kvatlas.constraints.threads import DeepThreads
+sys.setswitchinterval(1e-6)
+for _ in range(200):
+    threads = DeepThreads("test", num_threads=2, max_waiting=64)
+    for _ in range(30):
+        threads.submit(lambda: None)
+    threads.close()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def chain(rule: Callable[[int], str], last: str) -> str:
     """As many rules in a row as the limit of bytes takes."""
     lines, size = [], len(last) + 16

@@ -11,10 +11,11 @@ import pytest
 
 from kvatlas.log_levels import LogLevels, UnknownLogger
 from kvatlas.v1 import server_pb2 as pb
+from service import errors
 from service.admission import Quota
 from service.config import ConfigError
 from service.drain import DrainControl
-from service.fleet.codec import SERVING
+from service.fleet.codec import LOST, SERVING
 from service.handlers import pins as pins_module
 from service.handlers.pins import PinKeeper, read_pins
 
@@ -145,32 +146,88 @@ def test_pins_have_the_fields_of_the_call(tmp_path: Path) -> None:
     assert chat.chat.messages[0].content == "Be kind."
 
 
+class PinStage:
+    """One worker and who sets its pins; `answers` are given, or raised, one after the other."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.link = SimpleNamespace(address="ipc://a", facts=SimpleNamespace(epoch=7), is_up=True)
+        self.links = [self.link]
+        kept = SimpleNamespace(link=self.link, mirror=SimpleNamespace(worker_id="w"))
+        mirrors: Any = SimpleNamespace(kept=[kept])
+        stage: Any = self
+        self.keeper = PinKeeper(stage, stage, mirrors, [pb.SetPinnedPrefixRequest(name="a", text="x")])
+
+    async def set(self, request: pb.SetPinnedPrefixRequest, timeout: float) -> Any:
+        """Of Pinner."""
+        answer = self.answers.pop(0)
+        if callable(answer):
+            answer = answer()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    @property
+    def known(self) -> list[Any]:
+        """Of WorkerPool."""
+        return self.links
+
+    def state_of(self, link: Any) -> int:
+        """Of WorkerPool."""
+        return SERVING if link.is_up else LOST
+
+    async def until_settled(self) -> None:
+        self.keeper.look()
+        await asyncio.gather(*self.keeper._tasks.values())
+
+
+DONE = [pb.PinnedPrefix(name="a", worker_id="w")]
+
+
 def test_a_configured_pin_is_set_again_whatever_went_wrong(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Only refusals were dealt with: anything else ended the task, and the pin was missing without a word."""
     monkeypatch.setattr(pins_module, "MIN_RETRY_SECONDS", 0.01)
-    link = SimpleNamespace(address="ipc://a", facts=SimpleNamespace(epoch=7), is_up=True)
-    pool: Any = SimpleNamespace(links=[link], known=[link], state_of=lambda _: SERVING)
-    kept = SimpleNamespace(link=link, mirror=SimpleNamespace(worker_id="w"))
-    mirrors: Any = SimpleNamespace(kept=[kept])
-    answers: list[Any] = [ZeroDivisionError("a bug"), [], [pb.PinnedPrefix(name="a", worker_id="w")]]
-
-    class Pinner:
-        async def set(self, request: pb.SetPinnedPrefixRequest, timeout: float) -> Any:
-            answer = answers.pop(0)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-    async def follow() -> None:
-        pinner: Any = Pinner()
-        keeper = PinKeeper(pinner, pool, mirrors, [pb.SetPinnedPrefixRequest(name="a", text="x")])
-        keeper.look()
-        await asyncio.gather(*keeper._tasks.values())
-
+    stage = PinStage(ZeroDivisionError("a bug"), [], DONE)
     with caplog.at_level(logging.INFO):
-        asyncio.run(asyncio.wait_for(follow(), 100))
-    assert not answers
+        asyncio.run(asyncio.wait_for(stage.until_settled(), 100))
+    assert not stage.answers
     assert caplog.text.count("event=pin_failed pin=a worker=w") == 2
     assert "event=pinned pin=a worker=w" in caplog.text
+
+
+def test_a_pin_that_a_lost_link_interrupted_is_set_when_the_same_life_is_there_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only a new life of the worker began anew: after a partition the pins that were missing stayed so."""
+    monkeypatch.setattr(pins_module, "MIN_RETRY_SECONDS", 0.01)
+
+    def lose() -> Exception:
+        stage.link.is_up = False
+        return errors.not_ready()
+
+    stage = PinStage(lose, DONE)
+
+    async def scenario() -> None:
+        await stage.until_settled()
+        assert len(stage.answers) == 1, "nobody is there to be asked"
+        stage.link.is_up = True
+        await stage.until_settled()
+        assert not stage.answers
+        await stage.until_settled()
+
+    asyncio.run(asyncio.wait_for(scenario(), 100))
+
+
+def test_nothing_is_kept_of_a_worker_whose_address_is_gone() -> None:
+    """One task for each address that a name ever had, in a service that follows names for months."""
+    stage = PinStage(DONE)
+
+    async def scenario() -> None:
+        await stage.until_settled()
+        stage.links = []
+        stage.keeper.look()
+        assert not stage.keeper._tasks
+
+    asyncio.run(scenario())

@@ -9,12 +9,13 @@ import pytest
 from kvatlas.v1 import cache_pb2
 from kvatlas.worker.v1 import worker_pb2
 from service.fleet import page_codec
+from service.fleet.event_ring import EventRing as MirroredRing
 from service.fleet.feed import NO_PAGES, PLANES, PoolTotals, SequenceRecord
 from service.handlers import cache_messages
 from service.handlers.cache_messages import Viewer
 from worker.ids import Owner, PageId, Row, SequenceId
 from worker.link import page_codec as workers_codec
-from worker.pages.events import EventColumns
+from worker.pages.events import EventColumns, EventRing
 from worker.readers.delta import FeedDelta, PagePlanes
 from worker.stats import SequenceState, SequenceView, WaitReason
 
@@ -140,6 +141,35 @@ def test_events_survive_the_wire_both_ways() -> None:
         assert getattr(again, name) == getattr(wire, name), name
     assert (again.first_step, again.first_time) == (wire.first_step, wire.first_time)
     assert again.ended_owners == wire.ended_owners
+
+
+HOUR_US = 3_600_000_000
+
+
+def test_events_of_a_worker_that_idled_for_hours_keep_their_times() -> None:
+    """Offsets in a batch have 32 bits: after 71 minutes times began again at its first event's."""
+    ring, times = EventRing(64), []
+    for number in range(1, 41):
+        ring.time_us = number // 4 * HOUR_US
+        times.append(ring.time_us)
+        ring.append(kind=3, page=number, owner=1, refs=1)
+    mirrored, after, batches = MirroredRing(64), 0, 0
+    while after < ring.number:
+        events = ring.read(after)
+        assert events is not None
+        events = workers_codec.that_fit(events)
+        decoded = page_codec.decode_events(workers_codec.event_batch(events, epoch_ns=0, page_size=16))
+        mirrored.append(decoded)
+        after, batches = decoded.last_number, batches + 1
+    assert batches == 6, "two of those hours fit a batch"
+    assert [mirrored.of_page(number, 1)[0][1]["times_us"] for number in range(1, 41)] == times
+    told: list[int] = []
+    while len(told) < len(times):
+        columns = mirrored.after(len(told))
+        assert columns is not None
+        again = page_codec.decode_events(cache_messages.events(columns, ADMIN))
+        told += again.planes["times_us"].tolist()
+    assert told == times
 
 
 def test_planes_that_do_not_fit_together_are_refused() -> None:

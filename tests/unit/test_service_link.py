@@ -32,11 +32,14 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "service.link"]
 
 
-def link_on(loop: asyncio.AbstractEventLoop) -> WorkerLink:
-    address = "ipc:///nowhere"
+def link_on(
+    loop: asyncio.AbstractEventLoop,
+    address: str = "ipc:///nowhere",
+    context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
+) -> WorkerLink:
     return WorkerLink(
         address,
-        context=zmq.Context.instance(),
+        context=context or zmq.Context.instance(),
         loop=loop,
         instance_id="s",
         service_epoch=1,
@@ -82,3 +85,28 @@ def test_a_worker_that_was_there_is_lost(
 
     asyncio.run(lose())
     assert messages(caplog)[0].startswith("event=worker_lost worker=ipc:///nowhere reason=crash")
+
+
+@pytest.mark.parametrize("num_free", [0, 1])
+def test_a_link_that_finds_no_socket_left_is_tried_again(
+    num_free: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The try that found none was the last one: its worker stayed lost when there were sockets again."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 8)
+    held = [context.socket(zmq.DEALER) for _ in range(8 - num_free)]
+
+    async def scenario() -> None:
+        link = link_on(asyncio.get_running_loop(), "tcp://127.0.0.1:1", context)
+        link.open()
+        assert not link._sockets.is_open
+        for socket in held:
+            socket.close()
+        async with asyncio.timeout(WAIT_SECONDS):
+            while not link._sockets.is_open:
+                await asyncio.sleep(0.01)
+        link.close()
+
+    asyncio.run(scenario())
+    context.term()  # would wait for a socket that is open
+    assert "cannot connect: Too many open files" in messages(caplog)[0]

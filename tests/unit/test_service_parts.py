@@ -1,7 +1,10 @@
 """Small parts of the service: the cap, the router, resume limits, ids, options, series."""
 
+import asyncio
 import re
+import socket
 from array import array
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kvatlas.metric import MetricKind
 from kvatlas.v1 import generation_pb2 as pb
+from service import http
 from service.admission import Admission
 from service.errors import Failure
 from service.fleet.prefix_hint import cached_tokens, page_fingerprints
@@ -138,3 +142,58 @@ def test_building_the_series_twice_in_one_process_does_no_harm() -> None:
     one, two = (ServiceMetrics(CollectorRegistry(), version="1", commit="c") for _ in range(2))
     one.merges.inc(3)
     assert two.registry.get_sample_value("kvatlas_stream_merges_total") == 0
+
+
+class MuchToSay(http.OpsServer):
+    """Answers at once, with more than the buffers of both ends hold."""
+
+    answer = bytes(32 << 20)
+
+    async def _answer(self, head: str) -> bytes:
+        return self.answer
+
+
+def test_an_answer_that_nobody_reads_is_dropped_when_the_patience_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its place was given back and the connection with its answer kept: as many as somebody opened."""
+    monkeypatch.setattr(http, "PATIENCE_SECONDS", 0.5)
+
+    async def scenario() -> int:
+        ops = MuchToSay(CollectorRegistry(), lambda: True)
+        loop, port = asyncio.get_running_loop(), await ops.start("127.0.0.1", 0)
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            client.setblocking(False)
+            for wanted in (1, 0):
+                while ops._num_connections != wanted:
+                    await asyncio.sleep(0)
+            num_read = 0
+            with suppress(ConnectionResetError):
+                while data := await loop.sock_recv(client, 1 << 20):
+                    num_read += len(data)
+        ops.close()
+        return num_read
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 100)) < len(MuchToSay.answer)
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz", "/"])
+def test_a_head_gets_what_a_get_would_but_for_the_body(path: str) -> None:
+    """The body came too."""
+
+    async def said(port: int, method: str) -> tuple[bytes, bytes]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"{method} {path} HTTP/1.1\r\n\r\n".encode())
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+        return head, body
+
+    async def scenario() -> None:
+        ops = http.OpsServer(CollectorRegistry(), lambda: True)
+        port = await ops.start("127.0.0.1", 0)
+        head, _ = await said(port, "GET")
+        assert await said(port, "HEAD") == (head, b"")
+        ops.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 100))

@@ -1,13 +1,28 @@
 """Profiles of steps: a trace in parts is one trace, and what fails in a profiler never reaches the engine."""
 
+import errno
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from kvatlas.v1 import server_pb2
+from kvatlas.worker.v1 import worker_pb2
 from worker import profiling
-from worker.messages import EndProfile, Profile, Recorded, Ticket
+from worker.channels import OutputQueue
+from worker.link.operators import OperatorDesk
+from worker.messages import (
+    CallFailure,
+    CallReason,
+    EndProfile,
+    EngineCommand,
+    LinkMessage,
+    Profile,
+    Recorded,
+    Ticket,
+)
 from worker.profiling import StepProfiler, TorchProfile
 
 
@@ -103,3 +118,50 @@ def test_what_fails_in_a_profiler_is_told_to_who_asked_and_to_nobody_else(
     profiler.look(3, 0.0)
     assert [(recorded, why) for recorded, _, why in ends.told] == [(None, "stop failed")]
     profiler.look(4, 0.0)
+
+
+class HalfWritten:
+    """A profile that cannot be written to its end."""
+
+    suffix = ".pstats"
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def step(self) -> None:
+        """It runs nowhere."""
+
+    def stop(self) -> None:
+        """It runs nowhere."""
+
+    def save(self, path: Path) -> None:
+        path.write_text("half of it")
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("no trace was recorded"), CallReason.INTERNAL),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), CallReason.RECORDING_FAILED),
+    ],
+)
+def test_a_profile_that_cannot_be_written_is_answered_and_leaves_no_file(
+    tmp_path: Path, error: Exception, reason: CallReason
+) -> None:
+    """What torch raises was answered by nobody, and half a file was the newest profile of all."""
+    answers: OutputQueue[LinkMessage] = OutputQueue(16)
+    begun: list[EngineCommand] = []
+    desk = OperatorDesk(tmp_path, "worker-0", uses_torch=True, to_engine=begun.append, answers=answers)
+    ticket = Ticket("service#1", 1)
+    desk.take(ticket, worker_pb2.Command(profile=server_pb2.CaptureProfileRequest(steps=3)), 60.0)
+    (command,) = begun
+    assert isinstance(command, Profile)
+    command.on_end(HalfWritten(error), 3, "")
+    desk._thread.shutdown(wait=True)
+    (answer,) = answers.take(16)
+    assert isinstance(answer, CallFailure)
+    assert (answer.ticket, answer.reason) == (ticket, reason)
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == []
+    desk.close()
+    answers.close()

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 from pathlib import Path
+from typing import IO
 
 import pytest
 import zmq
@@ -36,6 +37,28 @@ def test_one_worker_per_path(tmp_path: Path) -> None:
     first.release()
     second.take(f"ipc://{tmp_path}/engine")
     second.release()
+
+
+def test_a_lock_whose_file_its_holder_just_removed_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was held on a file that nobody else could find: a third worker took the address over."""
+    first, second, third = IpcGuard(), IpcGuard(), IpcGuard()
+    address = f"ipc://{tmp_path}/engine"
+    first.take(address)
+    lock_file = fcntl.flock
+
+    def late(lock: IO[bytes], how: int) -> None:
+        first.release()  # between the second one's open and its lock
+        lock_file(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    second.take(address)
+    with pytest.raises(AddressError, match="another worker"):
+        third.take(address)
+    second.release()
+    third.take(address)
+    third.release()
 
 
 def test_a_folder_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 
 from worker.description import ModelDescription, PoolDescription, WorkerDescription, WorkerState
-from worker.link.http import MAX_CONNECTIONS, STALL_SECONDS, StatusServer
+from worker.link.http import LIFE_SECONDS, MAX_CONNECTIONS, STALL_SECONDS, StatusServer
 from worker.readers.metrics import WorkerCollector, first_view
 from worker.stats import EngineCounts
 from worker.status import StatusBoard, StepMark, first_board
@@ -128,6 +128,22 @@ def test_connections_that_say_nothing_are_bounded_and_do_not_hold_up_the_end(
     finally:
         for connection in silent:
             connection.close()
+
+
+def test_a_connection_that_sends_now_and_then_a_byte_has_a_short_life_too(served: Served) -> None:
+    """Each byte gave it another five seconds: eight of them, and nobody else was answered for days."""
+    with socket.create_connection(("127.0.0.1", served.server.port)) as slow:
+        slow.sendall(b"GET /healthz HTTP/1.1\r\nX: ")
+        end, is_over = time.monotonic() + 60, False
+        while not is_over:
+            assert time.monotonic() < end
+            if served.server._server._connections:  # it has come
+                served.now += LIFE_SECONDS
+            try:
+                slow.sendall(b"x")
+            except OSError:
+                is_over = True
+            threading.Event().wait(0.01)
 
 
 def test_a_connection_that_got_no_thread_keeps_no_place(

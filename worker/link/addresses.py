@@ -37,18 +37,9 @@ class IpcGuard:
         try:
             self._make_folder(path.parent)
             _check_private(path.parent)
-            lock = open(path.with_name(path.name + ".lock"), "wb")  # noqa: SIM115  # held until release
         except OSError as error:
             raise AddressError(f"{address}: {error}") from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            raise AddressError(f"{address}: another worker has it") from None
-        except OSError as error:
-            lock.close()
-            raise AddressError(f"{address}: no file can be locked there ({error.strerror})") from None
-        self._locks.append((path, lock))
+        self._locks.append((path, _locked(path.with_name(path.name + ".lock"), address)))
 
     def _make_folder(self, folder: Path) -> None:
         """With its parents, all of them private: `mkdir -p` would leave the parents open to others."""
@@ -70,6 +61,27 @@ class IpcGuard:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # only where nothing else is in it
         self._locks.clear()
+
+
+def _locked(path: Path, address: str) -> IO[bytes]:
+    """The lock file of an address, locked until it is closed. Raises AddressError."""
+    while True:
+        try:
+            lock = open(path, "wb")  # noqa: SIM115  # held until release
+        except OSError as error:
+            raise AddressError(f"{address}: {error}") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(), os.fstat(lock.fileno())):
+                    return lock
+            lock.close()  # who had it has removed the file meanwhile: the next one would lock another
+        except BlockingIOError:
+            lock.close()
+            raise AddressError(f"{address}: another worker has it") from None
+        except OSError as error:
+            lock.close()
+            raise AddressError(f"{address}: no file can be locked there ({error.strerror})") from None
 
 
 def _zmq_address(address: str) -> str:

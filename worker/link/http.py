@@ -19,7 +19,8 @@ from worker.log import log_event
 from worker.status import StatusBoard
 
 MAX_CONNECTIONS = 8
-CONNECTION_SECONDS = 5.0
+CONNECTION_SECONDS = 5.0  # for each read, and for the answer
+LIFE_SECONDS = 10.0  # of a connection, however often its peer sends a byte
 STALL_SECONDS = 30.0
 
 logger = logging.getLogger("worker.http")
@@ -43,7 +44,7 @@ class StatusServer:
             "/readyz": lambda _: _readiness(board),
         }
         try:
-            self._server = _BoundedServer((host, port), self._pages)
+            self._server = _BoundedServer((host, port), self._pages, clock)
         except OSError as error:
             raise AddressError(f"metrics_host {host}, metrics_port {port}: {error.strerror}") from error
         self.port: int = self._server.server_address[1]
@@ -65,18 +66,22 @@ class _BoundedServer(ThreadingHTTPServer):
     request_queue_size = 16
 
     def __init__(
-        self, address: tuple[str, int], pages: dict[str, Callable[[str], tuple[int, str, bytes]]]
+        self,
+        address: tuple[str, int],
+        pages: dict[str, Callable[[str], tuple[int, str, bytes]]],
+        clock: Callable[[], float],
     ) -> None:
         self.pages = pages
+        self._clock = clock
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self._connections: set[socket.socket] = set()
+        self._connections: dict[socket.socket, float] = {}  # when each began
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._slots.acquire(blocking=False):
             request.close()  # someone opens connections faster than we answer: the next scrape will do
             return
-        self._connections.add(request)
+        self._connections[request] = self._clock()
         try:
             super().process_request(request, client_address)
         except BaseException:  # no thread for it, so nobody else gives its place back
@@ -90,19 +95,31 @@ class _BoundedServer(ThreadingHTTPServer):
             self._let_go(request)
 
     def _let_go(self, request: Any) -> None:
-        self._connections.discard(request)
+        self._connections.pop(request, None)
         self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("event=http_failed client=%s", client_address, exc_info=True)
 
+    def service_actions(self) -> None:
+        """Called by serve_forever in each of its turns."""
+        oldest = self._clock() - LIFE_SECONDS
+        for connection, began in list(self._connections.items()):
+            if began < oldest:
+                _shut(connection)
+
     def server_close(self) -> None:
         for connection in list(self._connections):
-            try:
-                connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                logger.debug("event=http_connection_gone")
+            _shut(connection)
         super().server_close()
+
+
+def _shut(connection: socket.socket) -> None:
+    """Ends what its thread waits for."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        logger.debug("event=http_connection_gone")
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -133,16 +133,13 @@ class OperatorDesk:
                 text = "no step ran in time"
                 self._fail(ticket, CallError.DEADLINE_EXCEEDED, CallReason.DEADLINE_PASSED, text)
             else:
-                self._put(lambda: self._save(ticket, recorded, num_steps))
+                self._put(ticket, lambda: self._save(ticket, recorded, num_steps))
 
         self._to_engine(Profile(ticket, steps, deadline, self._uses_torch, on_end))
 
     def _save(self, ticket: Ticket, recorded: Recorded, num_steps: int) -> None:
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._name.take(self._folder)
-            path = self._folder / f"{self._name.name}-{time.time_ns()}{recorded.suffix}"
-            recorded.save(path)
+            path = self._written(recorded)
             size = path.stat().st_size
         except OSError as error:
             text = f"profiles cannot be written to {self._folder}: {error.strerror or error}"
@@ -160,6 +157,18 @@ class OperatorDesk:
         for old in kept[:-KEPT_PROFILES]:
             with suppress(OSError):
                 old.unlink()
+
+    def _written(self, recorded: Recorded) -> Path:
+        """Its file; half of one is none, and would be the newest. Raises OSError, or what `save` does."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._name.take(self._folder)
+        path = self._folder / f"{self._name.name}-{time.time_ns()}{recorded.suffix}"
+        try:
+            recorded.save(path)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        return path
 
     def _send_pieces(self, ticket: Ticket, asked: server_pb2.GetProfileRequest) -> None:
         files = {path.name: path for path in self._files()}  # oldest first
@@ -202,22 +211,26 @@ class OperatorDesk:
             text = "too many calls wait for profiles"
             _refuse(CallError.RESOURCE_EXHAUSTED, CallReason.QUOTA_EXCEEDED, text)
 
-        def answered() -> None:
+        def in_its_place() -> None:
             try:
-                work()
-            except Exception:  # every command is answered, and a bug here ends no worker
-                logger.exception("event=command_failed")
-                self._fail(ticket, CallError.INTERNAL, CallReason.INTERNAL, "the profile failed")
+                self._answered(ticket, work)
             finally:
                 self._room.release()
 
         with suppress(RuntimeError):  # the worker ends: nobody is answered any more
-            self._thread.submit(answered)
+            self._thread.submit(in_its_place)
 
-    def _put(self, work: Callable[[], None]) -> None:
+    def _put(self, ticket: Ticket, work: Callable[[], None]) -> None:
         """From the engine's thread: one profile at a time, so there is always room for it."""
         with suppress(RuntimeError):
-            self._thread.submit(work)
+            self._thread.submit(self._answered, ticket, work)
+
+    def _answered(self, ticket: Ticket, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception:  # every command is answered, and a bug here ends no worker
+            logger.exception("event=command_failed")
+            self._fail(ticket, CallError.INTERNAL, CallReason.INTERNAL, "the profile failed")
 
     def _reply(self, ticket: Ticket, reply: worker_pb2.CommandReply) -> None:
         reply.command_id = ticket.command_id

@@ -33,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         extra = EXTRAS.get((error.name or "").partition(".")[0], "cli")
         exits.complain(f"{error.name} is not installed: pip install 'kvatlas[{extra}]'")
         return exits.USAGE
+    except UnicodeError as error:
+        exits.complain(f"an argument or the input is not UTF-8: {error}")
+        return exits.USAGE
     except Exception as error:
         code_or_bug = exits.code_of(error)
         if code_or_bug is None:

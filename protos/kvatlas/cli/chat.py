@@ -44,13 +44,11 @@ class Chat:
         self.turns: list[Message] = []
 
     def ask(self, question: str) -> None:
-        """Raises KvatlasError where no answer came; the question is then forgotten."""
+        """Raises KvatlasError where it fails; a question to which no answer came is then forgotten."""
         self.turns.append(Message("user", question))
         pieces: list[str] = []
         try:
             self._stream(pieces)
-        except KeyboardInterrupt:
-            sys.stdout.write(" [stopped]\n")
         finally:
             if pieces:
                 self.turns.append(Message("assistant", "".join(pieces)))
@@ -120,18 +118,20 @@ class _Terminal:
                 return
 
     def _take(self, line: str) -> bool:
-        """One line; a failed answer is told and the chat goes on."""
+        """One line; an answer that failed or was stopped is told, and the chat goes on."""
         try:
             if line.startswith("/"):
                 return self._chat.obey(line)
             self._chat.ask(line)
+        except KeyboardInterrupt:
+            print(" [stopped]")
         except KvatlasError as error:
             complain(str(error))
         return True
 
 
 def _read_pipe(chat: Chat) -> None:
-    """Each line is a question; the first failure ends it, so that a script notices."""
+    """Each line is a question; the first failure ends it, Ctrl-C too, so that a script notices."""
     for raw in sys.stdin:
         line = raw.strip()
         if line.startswith("/"):

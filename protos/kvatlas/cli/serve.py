@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvatlas.cli import config
 from kvatlas.cli.exits import USAGE, CommandFailed
-from kvatlas.cli.ports import choose_ports, split_address
+from kvatlas.cli.ports import MAX_PORT, choose_ports, split_address
 from kvatlas.cli.pull import pull
 from kvatlas.cli.supervisor import ChildSpec, RestartPolicy, Supervisor, print_log
 
@@ -89,10 +89,10 @@ def _choose_place(settings: Namespace) -> Place:
 
 
 def _admin_place(settings: Namespace, port: int) -> tuple[str, int]:
-    """What was asked for, or the port after the listener's; any free one beside any free one."""
+    """What was asked for, or the port after the listener's; any free one beside any free one, or the last."""
     if settings.admin_port is not None:
         return LOOPBACK, int(settings.admin_port)
-    return LOOPBACK, port + 1 if port else 0
+    return LOOPBACK, port + 1 if 0 < port < MAX_PORT else 0
 
 
 def _worker(settings: Namespace, place: Place) -> ChildSpec:

@@ -92,10 +92,11 @@ class Supervisor:
         self._has_signals = False
 
     def install_signals(self) -> None:
-        """SIGINT, SIGTERM and SIGHUP end it in order. Main thread only."""
+        """SIGINT, SIGTERM and SIGHUP end it in order, but what `nohup` has had ignored. Main thread only."""
         self._has_signals = True
         for number in SIGNALS:
-            signal.signal(number, lambda got, _frame: self._events.put(signal.Signals(got)))
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda got, _frame: self._events.put(signal.Signals(got)))
 
     def watch_parent(self, pid: int) -> None:
         """Ends it in order, as SIGTERM does, once another process than this is the parent."""

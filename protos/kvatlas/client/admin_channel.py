@@ -3,10 +3,11 @@
 The admin listener is another address than that of the other services.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import grpc
 
@@ -66,7 +67,7 @@ class AdminChannel:
         """Pieces of a file into `path`; `size_of` the first piece of a call is that of the whole file."""
         size: int | None = None
         failures = 0
-        with path.open("wb") as file:
+        with _whole(path) as file:
             while size is None or request.first_byte < size:
                 before, is_first = request.first_byte, True
                 call = method(request, timeout=timeout_seconds, metadata=self._target.metadata())
@@ -83,3 +84,24 @@ class AdminChannel:
                         raise failure from None
                 finally:
                     call.cancel()
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[IO[bytes]]:
+    """A file that is there once it is whole: until then what was there stays, and half a file is none.
+
+    What is there and no file, a pipe or a device, is written to as it comes.
+    """
+    if path.exists() and not path.is_file():
+        with path.open("wb") as stream:
+            yield stream
+        return
+    target = path.resolve()
+    aside = target.with_name(target.name + ".part")
+    try:
+        with aside.open("wb") as file:
+            yield file
+        aside.replace(target)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise

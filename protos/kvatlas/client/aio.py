@@ -12,20 +12,21 @@ call `close()`, or drop the stream. gRPC itself would let an abandoned call run 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
 
 from kvatlas.client import calls, watch
-from kvatlas.client.channel import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_SECONDS
-from kvatlas.client.connection import GENERATION, Connection
+from kvatlas.client.channel import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_SECONDS, LONG_TIMEOUT_SECONDS
+from kvatlas.client.connection import GENERATION, Connection, client_closed
 from kvatlas.client.credentials import Credentials
 from kvatlas.client.errors import from_rpc_error
 from kvatlas.client.events import Generation, Tokens
 from kvatlas.client.request import Message, Options, Prompt, build_stream
 from kvatlas.client.resume import DEFAULT_RESUME_SECONDS, Course
-from kvatlas.client.token_stream import AsyncTokenStream
+from kvatlas.client.token_stream import AsyncTokenStream, is_being_cancelled
 from kvatlas.v1 import cache_pb2, generation_pb2, server_pb2
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ class AsyncClient:
         request = build_stream(prompt, options, queue_updates, min_tokens_per_message, max_hold_seconds)
         timeout = timeout_seconds or self._timeout
         course = Course(request, timeout_seconds=timeout, resume_seconds=self._resume_seconds)
-        return AsyncTokenStream(course, self._open_stream, self.address)
+        open_call = partial(self._open_stream, life=self._connection.life)
+        return AsyncTokenStream(course, open_call, self.address)
 
     async def chat(
         self, messages: Sequence[Message], *, timeout_seconds: float | None = None, **options: Unpack[Options]
@@ -155,7 +157,8 @@ class AsyncClient:
 
     async def page_map(self, worker_id: str = "") -> "PageMap":
         """The page map with its sequences, once."""
-        async with aclosing(self.watch_pages(worker_id)) as maps:
+        limit = min(self._timeout, LONG_TIMEOUT_SECONDS)
+        async with aclosing(self._watch(watch.look_at_pages(worker_id, limit))) as maps:
             return await anext(maps)
 
     # life
@@ -173,8 +176,10 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _open_stream(self, request: generation_pb2.StreamGenerateRequest, timeout_seconds: float) -> Any:
-        return self._connection.begin(GENERATION, "StreamGenerate", request, timeout_seconds)
+    def _open_stream(
+        self, request: generation_pb2.StreamGenerateRequest, timeout_seconds: float, life: int | None = None
+    ) -> Any:
+        return self._connection.begin(GENERATION, "StreamGenerate", request, timeout_seconds, life)
 
     async def _ask(self, call: calls.Call[calls.Answer]) -> calls.Answer:
         try:
@@ -183,18 +188,27 @@ class AsyncClient:
             )
         except grpc.RpcError as error:
             raise from_rpc_error(error, self.address) from None
+        except asyncio.CancelledError:
+            if is_being_cancelled():
+                raise
+            raise client_closed() from None
         return call.read(answer)
 
     async def _watch(self, what: watch.Watch[watch.State]) -> AsyncGenerator[watch.State, None]:
+        life = self._connection.life
         while True:
             request, failure = what.request(), watch.ended()
-            call = self._connection.begin(what.service, what.method, request, watch.WATCH_TIMEOUT_SECONDS)
+            call = self._connection.begin(what.service, what.method, request, what.timeout_seconds, life)
             try:
                 async for message in call:
                     if (state := what.take(message)) is not None:
                         yield state
             except grpc.RpcError as error:
                 failure = from_rpc_error(error, self.address)
+            except asyncio.CancelledError:
+                if is_being_cancelled():
+                    raise
+                raise client_closed() from None
             finally:
                 call.cancel()
             await asyncio.sleep(what.reconnect.wait_seconds(failure))

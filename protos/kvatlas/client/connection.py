@@ -10,6 +10,7 @@ from typing import Any
 
 from kvatlas.client.channel import CACHE_SERVICE_CONFIG, INFO_SERVICE_CONFIG, SERVICE_CONFIG, Target
 from kvatlas.client.credentials import Credentials
+from kvatlas.client.errors import Cancelled
 from kvatlas.v1 import cache_pb2_grpc, generation_pb2_grpc, server_pb2_grpc
 
 
@@ -36,30 +37,46 @@ class Connection:
         self._grpc = grpc_module
         self._target = Target(address, credentials)
         self._open: dict[str, tuple[Any, Any]] = {}  # by service: channel, stub
-        self._lock = threading.Lock()  # of the table above
+        self._life = 0
+        self._lock = threading.Lock()  # of the two above
 
     @property
     def address(self) -> str:
         """As it was given; several are joined by commas."""
         return str(self._target)
 
-    def begin(self, service: Service, method: str, request: Any, timeout_seconds: float) -> Any:
+    @property
+    def life(self) -> int:
+        """Another one after each close: what goes on over several calls ends with the one it began in."""
+        return self._life
+
+    def begin(
+        self, service: Service, method: str, request: Any, timeout_seconds: float, life: int | None = None
+    ) -> Any:
         """Begins a call: with asyncio its handle, otherwise the answer, or the iterator of a stream.
 
-        Raises grpc.RpcError where it waits for the answer, CredentialsError.
+        Raises grpc.RpcError where it waits for the answer, CredentialsError, Cancelled where `life` is over.
         """
-        call = getattr(self._stub(service), method)
+        call = getattr(self._stub(service, life), method)
         return call(request, timeout=timeout_seconds, metadata=self._target.metadata())
 
     def take_channels(self) -> list[Any]:
         """The open channels, for who closes them; the next call opens new ones."""
         with self._lock:
             opened, self._open = self._open, {}
+            self._life += 1
         return [channel for channel, _ in opened.values()]
 
-    def _stub(self, service: Service) -> Any:
+    def _stub(self, service: Service, life: int | None) -> Any:
         with self._lock:
+            if life not in (None, self._life):
+                raise client_closed()
             if service.name not in self._open:
                 channel = self._target.open(self._grpc, service.config)
                 self._open[service.name] = channel, service.stub(channel)
             return self._open[service.name][1]
+
+
+def client_closed() -> Cancelled:
+    """What a call is told whose client is closed meanwhile."""
+    return Cancelled("the client was closed", code="CANCELLED")

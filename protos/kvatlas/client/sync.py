@@ -13,13 +13,14 @@ watch.py and connection.py, which the asyncio client shares; here is how this on
 
 import time
 from collections.abc import Generator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
 
 from kvatlas.client import calls, watch
-from kvatlas.client.channel import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_SECONDS
+from kvatlas.client.channel import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_SECONDS, LONG_TIMEOUT_SECONDS
 from kvatlas.client.connection import GENERATION, Connection
 from kvatlas.client.credentials import Credentials
 from kvatlas.client.errors import from_rpc_error
@@ -78,7 +79,8 @@ class Client:
         request = build_stream(prompt, options, queue_updates, min_tokens_per_message, max_hold_seconds)
         timeout = timeout_seconds or self._timeout
         course = Course(request, timeout_seconds=timeout, resume_seconds=self._resume_seconds)
-        return TokenStream(course, self._open_stream, self.address)
+        open_call = partial(self._open_stream, life=self._connection.life)
+        return TokenStream(course, open_call, self.address)
 
     def chat(
         self, messages: Sequence[Message], *, timeout_seconds: float | None = None, **options: Unpack[Options]
@@ -153,7 +155,8 @@ class Client:
 
     def page_map(self, worker_id: str = "") -> "PageMap":
         """The page map with its sequences, once."""
-        maps = self.watch_pages(worker_id)
+        limit = min(self._timeout, LONG_TIMEOUT_SECONDS)
+        maps = self._watch(watch.look_at_pages(worker_id, limit))
         try:
             return next(maps)
         finally:
@@ -174,8 +177,10 @@ class Client:
     ) -> None:
         self.close()
 
-    def _open_stream(self, request: generation_pb2.StreamGenerateRequest, timeout_seconds: float) -> Any:
-        return self._connection.begin(GENERATION, "StreamGenerate", request, timeout_seconds)
+    def _open_stream(
+        self, request: generation_pb2.StreamGenerateRequest, timeout_seconds: float, life: int | None = None
+    ) -> Any:
+        return self._connection.begin(GENERATION, "StreamGenerate", request, timeout_seconds, life)
 
     def _ask(self, call: calls.Call[calls.Answer]) -> calls.Answer:
         try:
@@ -185,9 +190,10 @@ class Client:
         return call.read(answer)
 
     def _watch(self, what: watch.Watch[watch.State]) -> Generator[watch.State, None, None]:
+        life = self._connection.life
         while True:
             request, failure = what.request(), watch.ended()
-            call = self._connection.begin(what.service, what.method, request, watch.WATCH_TIMEOUT_SECONDS)
+            call = self._connection.begin(what.service, what.method, request, what.timeout_seconds, life)
             try:
                 for message in call:
                     if (state := what.take(message)) is not None:

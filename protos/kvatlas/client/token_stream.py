@@ -121,11 +121,10 @@ class AsyncTokenStream:
             except grpc.RpcError as error:
                 failure = from_rpc_error(error, self._address)
             except asyncio.CancelledError:  # gRPC raises it for a call that was cancelled, too
-                was_closed = self._is_closed.is_set()
                 self.close()
-                if was_closed and not _is_being_cancelled():
-                    raise _closed() from None
-                raise
+                if is_being_cancelled():
+                    raise
+                raise _closed() from None
             except BaseException:  # an event out of order, or whatever else: raised again, and the call ends
                 self.close()
                 raise
@@ -178,7 +177,7 @@ def _closed() -> Cancelled:
     return Cancelled("the stream was closed", code="CANCELLED")
 
 
-def _is_being_cancelled() -> bool:
+def is_being_cancelled() -> bool:
     """Whether somebody cancels the task that reads, not only the call."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvatlas.client.connection import CACHE, SERVER, Service
@@ -18,13 +18,15 @@ LAST_BACKOFF_SECONDS = 2.0
 WATCH_TIMEOUT_SECONDS = 1800.0
 """Deadline of one connection: the watch goes on after it."""
 
+LOOK_INTERVAL_SECONDS = 0.1
+
 State = TypeVar("State")
 
 
 class Reconnect:
-    """How long a watch tries to come back. `clock` counts seconds."""
+    """How long a watch tries to come back; None: it is one look. `clock` counts seconds."""
 
-    def __init__(self, limit_seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(self, limit_seconds: float | None, clock: Callable[[], float]) -> None:
         self._limit = limit_seconds
         self._clock = clock
         self._lost_at: float | None = None
@@ -36,6 +38,8 @@ class Reconnect:
 
     def wait_seconds(self, failure: KvatlasError) -> float:
         """Time to wait before the next attempt; raises `failure` where there is to be none."""
+        if self._limit is None:
+            raise failure
         self._attempt += 1
         if isinstance(failure, DeadlineExceeded):
             # Of one connection, see WATCH_TIMEOUT_SECONDS; again without a message: not ours, a proxy's.
@@ -61,6 +65,7 @@ class Watch(Generic[State]):
     request: Callable[[], Any]  # of the next connection
     read: Callable[[Any], State | None]  # what a message shows; None: nothing yet
     reconnect: Reconnect
+    timeout_seconds: float = WATCH_TIMEOUT_SECONDS  # of one connection
 
     def take(self, message: Any) -> State | None:
         """What there is to see after a message."""
@@ -96,6 +101,12 @@ def watch_pages(
         return page_map if page_map.apply(message) else None
 
     return Watch(CACHE, "WatchPageMap", request, read, Reconnect(reconnect_seconds, time.monotonic))
+
+
+def look_at_pages(worker_id: str, timeout_seconds: float) -> "Watch[PageMap]":
+    """The same for its first map, which may never come: a worker may be lost before it has told its pages."""
+    watch = watch_pages(worker_id, LOOK_INTERVAL_SECONDS, (), 0.0)
+    return replace(watch, reconnect=Reconnect(None, time.monotonic), timeout_seconds=timeout_seconds)
 
 
 def ended() -> KvatlasError:
