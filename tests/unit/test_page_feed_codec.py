@@ -157,7 +157,6 @@ def test_events_of_a_worker_that_idled_for_hours_keep_their_times() -> None:
     while after < ring.number:
         events = ring.read(after)
         assert events is not None
-        events = workers_codec.that_fit(events)
         decoded = page_codec.decode_events(workers_codec.event_batch(events, epoch_ns=0, page_size=16))
         mirrored.append(decoded)
         after, batches = decoded.last_number, batches + 1

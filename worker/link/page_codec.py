@@ -5,7 +5,7 @@ Planes are copied as they lie in memory: 30 bytes a page, no message per page.
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,6 @@ from worker.pages.events import EventColumns, PageEventKind
 from worker.readers.delta import FeedDelta, PagePlanes, SnapshotPart
 from worker.stats import EngineCounts, PoolTotals, SequenceView
 
-MAX_OFFSET = np.uint64(0xFFFFFFFF)  # microseconds, in a plane of u32
 _PREFIX_FIELDS = ("hit_tokens", "miss_cold_tokens", "miss_evicted_tokens", "unaligned_tokens")
 
 
@@ -116,16 +115,6 @@ def event_feed(
     )
 
 
-def that_fit(events: EventColumns) -> EventColumns:
-    """The first of them, as far as the offsets of one batch reach: 71 minutes."""
-    times = np.frombuffer(events.times_us, dtype=np.uint64)
-    if not len(times) or times[-1] - times[0] <= MAX_OFFSET:
-        return events
-    count = int(np.searchsorted(times, times[0] + MAX_OFFSET, side="right"))
-    columns = [column.name for column in fields(EventColumns) if column.name != "first_number"]
-    return replace(events, **{name: getattr(events, name)[:count] for name in columns})
-
-
 def event_batch(
     events: EventColumns,
     *,
@@ -134,7 +123,7 @@ def event_batch(
     started: Sequence[SequenceView] = (),
     ended_owners: Sequence[int] = (),
 ) -> cache_pb2.PageEventBatch:
-    """Consecutive page events as planes, with token ids where the columns have them. See `that_fit`."""
+    """Consecutive page events as planes; with token ids where the columns have them."""
     steps = np.frombuffer(events.steps, dtype=np.uint64)
     times = np.frombuffer(events.times_us, dtype=np.uint64)
     kinds = np.frombuffer(events.kinds, dtype=np.uint8)

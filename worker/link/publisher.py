@@ -163,7 +163,6 @@ class PageFeed:
                 self.dropped_events += pool.revision - self._event_number
                 self._event_number = pool.revision  # a gap that readers see
                 return
-            events = page_codec.that_fit(events)
             batch = page_codec.event_batch(
                 events,
                 epoch_ns=self.description.epoch,
@@ -219,7 +218,6 @@ class PageFeed:
                 failure = CallFailure(call.ticket, CallError.OUT_OF_RANGE, CallReason.NONE, text)
                 self._answers.put(failure)
                 return
-            events = page_codec.that_fit(events)
             after = events.last_number
             is_last = after >= pool.revision
             reply = page_codec.replay_reply(
