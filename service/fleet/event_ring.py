@@ -86,9 +86,9 @@ class EventRing:
         numbers = np.arange(after + 1, last + 1)
         return after + int(np.searchsorted(times[numbers % self.capacity], end, "right"))
 
-    def of_page(self, page: int, limit: int) -> list[tuple[int, dict[str, int]]]:
-        """The newest events of one page, oldest first: number and columns."""
-        held = np.arange(self.first_number, self.last_number + 1)
+    def of_page(self, page: int, limit: int, last_number: int) -> list[tuple[int, dict[str, int]]]:
+        """The newest events of one page up to a number, oldest first: number and columns."""
+        held = np.arange(self.first_number, min(self.last_number, last_number) + 1)
         mine = held[self._columns["page_ids"][held % self.capacity] == page][-limit:]
         return [
             (number, {name: int(column[number % self.capacity]) for name, column in self._columns.items()})

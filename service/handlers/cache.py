@@ -289,7 +289,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def _events_of(self, kept: KeptMirror, page: int, limit: int, viewer: Viewer) -> list[pb.PageEvent]:
         ring = await kept.events()
         found = []
-        for number, columns in ring.of_page(page, limit):
+        for number, columns in ring.of_page(page, limit, kept.mirror.revision.number):  # not ahead of the map
             owner = columns["owners"]
             record = ring.owner_at(number, owner)
             if record is None and number >= ring.named_from:

@@ -506,6 +506,27 @@ def check_events(running: Running) -> None:
     assert service.command(worker_pb2.Command(replay=ahead))[0].code == 11
 
 
+def test_no_map_is_ahead_of_its_events(running: Running) -> None:
+    """Else a page was told with the events of who had it before."""
+    service = running.ready_service()
+    service.subscribe(b"d", b"e")
+    service.wait(lambda: running.worker.feed.topics == {b"d", b"e"})
+    ids = [service.add([number] * 9, max_tokens=60) for number in range(5)]
+    service.finish(*ids)
+    last, told = settled(running), 0
+    service.wait(
+        lambda: any(
+            feed.WhichOneof("feed") == "delta" and feed.revision.number == last for feed in service.feeds
+        )
+    )
+    for feed in service.feeds:
+        if feed.WhichOneof("feed") == "events":
+            told = feed.revision.number
+        else:
+            assert told >= feed.revision.number
+    assert told == last > 0
+
+
 def test_nothing_is_encoded_without_a_subscriber_and_subscribers_come_and_go(running: Running) -> None:
     service = running.ready_service()
     assert running.worker.feed.topics == set()

@@ -62,9 +62,10 @@ def test_a_gap_is_refused_and_what_comes_twice_is_kept_once() -> None:
 def test_events_of_a_page_are_its_newest_ones_oldest_first() -> None:
     ring = EventRing(capacity=64)
     ring.append(batch(1, 60))
-    assert [number for number, _ in ring.of_page(3, limit=3)] == [33, 43, 53]
-    assert [columns["steps"] for _, columns in ring.of_page(3, limit=1)] == [5300]
-    assert ring.of_page(11, limit=3) == []
+    assert [number for number, _ in ring.of_page(3, 3, 60)] == [33, 43, 53]
+    assert [number for number, _ in ring.of_page(3, 3, 52)] == [23, 33, 43], "not ahead of the map"
+    assert [columns["steps"] for _, columns in ring.of_page(3, 1, 60)] == [5300]
+    assert ring.of_page(11, 3, 60) == []
 
 
 def test_an_owner_number_is_told_apart_by_time() -> None:

@@ -161,7 +161,7 @@ def test_events_of_a_worker_that_idled_for_hours_keep_their_times() -> None:
         mirrored.append(decoded)
         after, batches = decoded.last_number, batches + 1
     assert batches == 6, "two of those hours fit a batch"
-    assert [mirrored.of_page(number, 1)[0][1]["times_us"] for number in range(1, 41)] == times
+    assert [mirrored.of_page(number, 1, after)[0][1]["times_us"] for number in range(1, 41)] == times
     told: list[int] = []
     while len(told) < len(times):
         columns = mirrored.after(len(told))

@@ -87,16 +87,19 @@ class PageFeed:
         self._socket.close()
 
     def publish(self, fold: Fold, pool: PoolTotals, now: float) -> float:
-        """Sends what changed to those who listen, then answers calls, so that snapshots lie on a delta."""
+        """Sends what changed to those who listen, then answers calls, so that snapshots lie on a delta.
+
+        Events go first: who reads both topics has each event by the time that a map shows what it did.
+        """
         self._take_subscriptions(pool)
         self._findings.extend(fold.findings)
         calls = self._calls.take_all()
         if fold.num_rebuilds != self._rebuilds_seen:
             self._skip_to(fold, pool)
+        self._publish_events(fold, pool)
         if calls or now >= self._next_delta:
             self._next_delta = now + PUBLISH_SECONDS
             self._publish_delta(fold, pool, now)
-        self._publish_events(fold, pool)
         for call in calls:
             match call:
                 case SnapshotCall():
