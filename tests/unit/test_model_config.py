@@ -64,6 +64,10 @@ def test_qwen_s_window_counts_only_when_switched_on() -> None:
     assert parse(**qwen, use_sliding_window=True, max_window_layers=2).usable_context == 256
     kinds = ["full_attention", "sliding_attention"]
     assert parse(**qwen, use_sliding_window=True, layer_types=kinds).usable_context == 32
+    for family in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        unsaid = qwen | {"architectures": [family], "sliding_window": "absent"}
+        switched = parse(**unsaid, use_sliding_window=True, max_window_layers=1, max_position_embeddings=9000)
+        assert switched.usable_context == 4096  # the family's default
 
 
 @pytest.mark.parametrize(
