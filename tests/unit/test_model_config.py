@@ -104,6 +104,14 @@ def test_qwen_s_window_counts_only_when_switched_on() -> None:
         ({"tie_word_embeddings": "yes"}, ModelErrorReason.INVALID_CONFIG, "tie_word_embeddings"),
         ({"num_key_value_heads": 3}, ModelErrorReason.INVALID_CONFIG, "multiple of 3 KV heads"),
         ({"head_dim": 15}, ModelErrorReason.INVALID_CONFIG, "15 is odd"),
+        ({"num_attention_heads": 65}, ModelErrorReason.INVALID_CONFIG, "65 heads are more than hidden_size"),
+        ({"num_hidden_layers": 10**9}, ModelErrorReason.INVALID_CONFIG, "1000000000 layers are more than"),
+        ({"rope_theta": 10**400}, ModelErrorReason.INVALID_CONFIG, "rope_theta is 1000"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": -1}},
+            ModelErrorReason.INVALID_CONFIG,
+            "beta of rope",
+        ),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(

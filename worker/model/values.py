@@ -1,6 +1,7 @@
 """A config.json with typed access. Knows JSON's kinds and no key."""
 
 from collections.abc import Mapping
+from sys import float_info
 
 from kvatlas.models.errors import ModelError, ModelErrorReason
 
@@ -33,7 +34,7 @@ class Values:
         value = self.raw.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= float_info.max:
             raise self.invalid(key, "a number")
         return float(value)
 
