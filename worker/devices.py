@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from kvatlas.models.files import ModelFiles, ModelKind
-from kvatlas.models.gguf import GgufFile
 from kvatlas.models.resolve import resolve_model
 from kvatlas.models.shapes import SHAPES
+from kvatlas.models.text_vocabulary import read_chat_template
 from kvatlas.models.vocabulary import read_json, read_vocabulary, tokenizer_digest
 from worker.config import WorkerConfig
 from worker.description import ModelDescription
@@ -114,7 +114,7 @@ def describe(files: ModelFiles, max_context: int, vocab_size: int | None = None)
         max_context_tokens=max_context,
         eos_token_ids=tuple(sorted(vocabulary.eos_ids)),
         tokenizer_sha256=tokenizer_digest(files),
-        has_chat_template=_has_chat_template(files),
+        has_chat_template=read_chat_template(files) is not None,
         default_temperature=_number(defaults, "temperature", 1.0),
         default_top_p=_number(defaults, "top_p", 1.0),
         default_top_k=int(_number(defaults, "top_k", 0)),
@@ -137,16 +137,3 @@ def _shape_vocab_size(files: ModelFiles) -> int:
     size = SHAPES.get(files.shape or "", {}).get("vocab_size")
     assert isinstance(size, int), f"{files.name}: nobody says how many tokens there are"
     return size
-
-
-def _has_chat_template(files: ModelFiles) -> bool:
-    match files.kind:
-        case ModelKind.GGUF:
-            with GgufFile(files.location) as file:
-                return file.text("tokenizer.chat_template") is not None
-        case ModelKind.FOLDER:
-            settings = files.location / "tokenizer_config.json"
-            has_setting = settings.is_file() and "chat_template" in read_json(settings)
-            return has_setting or (files.location / "chat_template.jinja").is_file()
-        case ModelKind.RANDOM:
-            return False
