@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
+from kvatlas.models.errors import ModelError, ModelErrorReason
 from kvatlas.models.files import ModelFiles, ModelKind
 from kvatlas.models.resolve import resolve_model
 from kvatlas.models.shapes import SHAPES
@@ -24,6 +25,14 @@ from worker.execution.runner import Runner
 ROW_ALIGNMENT = 32  # entries of a row of the page table
 FAKE_CONTEXT = 8192
 FAKE_PAGES = 4096
+_GENERATION_CONFIG = "generation_config.json"
+_SAMPLING_RANGES = {
+    "temperature": (0.0, 1e6),
+    "top_p": (0.0, 1.0),
+    "top_k": (0, 2**31 - 1),
+    "repetition_penalty": (1e-6, 1e6),
+}
+"""What a request may have at all: with a default past it every request that leaves it out would fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,22 +124,30 @@ def describe(files: ModelFiles, max_context: int, vocab_size: int | None = None)
         eos_token_ids=tuple(sorted(vocabulary.eos_ids)),
         tokenizer_sha256=tokenizer_digest(files),
         has_chat_template=read_chat_template(files) is not None,
-        default_temperature=_number(defaults, "temperature", 1.0),
-        default_top_p=_number(defaults, "top_p", 1.0),
-        default_top_k=int(_number(defaults, "top_k", 0)),
-        default_repetition_penalty=_number(defaults, "repetition_penalty", 1.0),
+        default_temperature=_sampling(defaults, "temperature", 1.0),
+        default_top_p=_sampling(defaults, "top_p", 1.0),
+        default_top_k=int(_sampling(defaults, "top_k", 0)),
+        default_repetition_penalty=_sampling(defaults, "repetition_penalty", 1.0),
     )
 
 
 def _generation_config(files: ModelFiles) -> Mapping[str, object]:
     """How its makers sample from a model; GGUF files do not say."""
-    path = files.location / "generation_config.json" if files.kind is ModelKind.FOLDER else None
+    path = files.location / _GENERATION_CONFIG if files.kind is ModelKind.FOLDER else None
     return read_json(path) if path is not None and path.is_file() else {}
 
 
-def _number(values: Mapping[str, object], name: str, default: float) -> float:
+def _sampling(values: Mapping[str, object], name: str, default: float) -> float:
     value = values.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return default
+    low, high = _SAMPLING_RANGES[name]
+    if not low <= value <= high:
+        raise ModelError(
+            ModelErrorReason.INVALID_CONFIG,
+            f"{_GENERATION_CONFIG}: {name} is {value}, expected {low:g} to {high:g}",
+        )
+    return float(value)
 
 
 def _shape_vocab_size(files: ModelFiles) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.models.errors import ModelError
+from kvatlas.models.errors import ModelError, ModelErrorReason
 from kvatlas.models.resolve import resolve_model
 from kvatlas.models.text_vocabulary import read_text_vocabulary
 from kvatlas.models.vocabulary import tokenizer_digest
@@ -97,6 +97,14 @@ def test_sampling_defaults_come_from_the_makers_of_the_model(tmp_path: Path) -> 
     assert (model.default_temperature, model.default_top_k, model.default_top_p) == (0.6, 20, 0.95)
     assert model.default_repetition_penalty == 1.0
     assert not model.has_chat_template
+
+
+@pytest.mark.parametrize("odd", ['"top_k": -1', '"top_p": 2.0', '"temperature": -1', '"top_k": Infinity'])
+def test_a_sampling_default_that_no_request_may_have_is_named(tmp_path: Path, odd: str) -> None:
+    write_folder(tmp_path, generation_config="{" + odd + "}")
+    with pytest.raises(ModelError, match=odd.split('"')[1]) as caught:
+        describe(resolve_model(str(tmp_path)), 128)
+    assert caught.value.reason is ModelErrorReason.INVALID_CONFIG
 
 
 @pytest.mark.parametrize(
