@@ -110,7 +110,7 @@ def gguf_vocabulary(file: GgufFile) -> TextVocabulary:
     ids = shared.gguf_vocabulary(file)
     tokens = tokens[: ids.num_ids]  # without padding at the end, which the worker never samples either
     is_sentencepiece = file.text("tokenizer.ggml.model") == "llama"
-    kinds = file.numbers("tokenizer.ggml.token_type") or ()
+    kinds = (file.numbers("tokenizer.ggml.token_type") or ())[: len(tokens)]
     adds_bos = file.flag("tokenizer.ggml.add_bos_token")
     if adds_bos is None:  # older files leave it out; these are the defaults of llama.cpp
         adds_bos = is_sentencepiece or file.text("tokenizer.ggml.pre") in LLAMA3_PRE
