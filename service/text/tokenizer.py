@@ -149,10 +149,10 @@ class Tokenizer:
 
     # -- ids -> text --------------------------------------------------------------------------------
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A new state for one sequence."""
+    def detokenizer(self, *, skip_special_tokens: bool = True, begins_text: bool = True) -> Detokenizer:
+        """A new state for one sequence. `begins_text` false: its text goes on where another one ends."""
         table = self._shown_bytes if skip_special_tokens else self._all_bytes
-        return Detokenizer(table, strip_space=self.vocabulary.strips_first_space)
+        return Detokenizer(table, strip_space=begins_text and self.vocabulary.strips_first_space)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """All at once; equals what a detokenizer gives piece by piece."""
