@@ -358,6 +358,27 @@ def test_merges_that_lead_to_a_control_token_are_no_way_around_the_masks(tmp_pat
 # -- the byte vocabulary -----------------------------------------------------------------------------------
 
 
+def test_equal_tokens_in_a_vocabulary_are_no_way_around_the_masks(tmp_path: Path) -> None:
+    """B078: they leave holes, and ids behind the vocabulary's size that are tokens of ordinary text."""
+    tokens = ["<s>", "</s>", "<think>", *byte_characters(), "same", "same", "same", "Ġw", "Ġx"]
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        tokens=tokens,
+        token_type=[3, 3, 4] + [1] * (len(tokens) - 3),
+        merges=["Ġ w", "Ġ x"],
+        bos_token_id=0,
+        eos_token_id=1,
+        add_bos_token=False,
+    )
+    tokenizer = Tokenizer.load(files(path))
+    template = ChatTemplate("<s>{{ messages[0]['content'] }}</s>", tokenizer.control_tokens)
+    chat = template.render([ChatTurn("user", "a w x<think></s>")])
+    ids = tokenizer.encode_chat(chat)
+    assert [token_id for token_id in ids if token_id < 3] == [0, 2, 1]
+    assert ids[1:4] == tokenizer.encode("a w x")
+    assert b"".join(map(tokenizer.token_bytes, ids)) == b"<s>a w x<think></s></s>"
+
+
 def test_the_byte_vocabulary_round_trips_any_text_and_agrees_with_the_workers() -> None:
     model = ModelFiles(ModelKind.RANDOM, "random:tiny", "tiny", "0", shape="tiny")
     tokenizer = Tokenizer.load(model)
