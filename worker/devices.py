@@ -152,5 +152,7 @@ def _sampling(values: Mapping[str, object], name: str, default: float) -> float:
 
 def _shape_vocab_size(files: ModelFiles) -> int:
     size = SHAPES.get(files.shape or "", {}).get("vocab_size")
-    assert isinstance(size, int), f"{files.name}: nobody says how many tokens there are"
+    if not isinstance(size, int):
+        text = f"{files.name}: nothing says how many tokens there are"
+        raise ModelError(ModelErrorReason.INVALID_CONFIG, text)
     return size

@@ -100,6 +100,11 @@ def test_qwen_s_window_counts_only_when_switched_on() -> None:
         ({"hidden_size": "absent"}, ModelErrorReason.INVALID_CONFIG, "hidden_size is missing"),
         ({"num_hidden_layers": 2.5}, ModelErrorReason.INVALID_CONFIG, "2.5"),
         ({"vocab_size": -3}, ModelErrorReason.INVALID_CONFIG, "-3"),
+        (
+            {"max_position_embeddings": 10**400},
+            ModelErrorReason.INVALID_CONFIG,
+            "max_position_embeddings is 1000",
+        ),
         ({"rms_norm_eps": float("nan")}, ModelErrorReason.INVALID_CONFIG, "rms_norm_eps"),
         ({"tie_word_embeddings": "yes"}, ModelErrorReason.INVALID_CONFIG, "tie_word_embeddings"),
         ({"num_key_value_heads": 3}, ModelErrorReason.INVALID_CONFIG, "multiple of 3 KV heads"),

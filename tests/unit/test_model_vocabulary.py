@@ -78,6 +78,7 @@ def test_a_folder_s_digest_is_that_of_its_tokenizer_file(tmp_path: Path) -> None
     [
         {"model": {"vocab": {"a": "first"}}},
         {"model": {"vocab": {"a": 1 << 40}}},
+        {"model": {"vocab": {"a": float("inf")}}},
         {"model": {"vocab": ["a"]}, "added_tokens": [{"id": 1}]},
         {"model": {"vocab": {"a": 0}}, "added_tokens": [5]},
     ],

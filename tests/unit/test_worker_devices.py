@@ -126,6 +126,13 @@ def test_a_model_has_a_chat_template_where_its_service_has_one(
     assert describe(files, 128).has_chat_template is (read_text_vocabulary(files).chat_template is not None)
 
 
+def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="how many tokens"):
+        describe(resolve_model(str(tmp_path)), 128)
+
+
 def test_random_models_have_a_chat_template() -> None:
     files = resolve_model("random:tiny")
     assert describe(files, 128).has_chat_template

@@ -5,6 +5,8 @@ from sys import float_info
 
 from kvatlas.models.errors import ModelError, ModelErrorReason
 
+MOST = 2**31 - 1  # of any size in a config.json
+
 
 class Values:
     """A config.json with typed access; complains in the file's own words."""
@@ -19,7 +21,7 @@ class Values:
     def integer(self, key: str) -> int:
         """A positive whole number that must be there."""
         value = self.raw.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
             raise self.invalid(key, "a positive whole number")
         return value
 

@@ -165,7 +165,7 @@ def _gguf_variables(file: GgufFile, tokens: list[str]) -> dict[str, str]:
 def _decoder(decoder: object, folder: Path) -> tuple[Spelling, bool]:
     """Spelling, and whether the first space is stripped. The `decoder` entry of tokenizer.json."""
     parts = decoder.get("decoders") if isinstance(decoder, dict) and "decoders" in decoder else [decoder]
-    by_type = {part.get("type"): part for part in parts or [] if isinstance(part, dict)}
+    by_type = {str(part.get("type")): part for part in parts or [] if isinstance(part, dict)}
     kinds = set(by_type)
     if kinds == {"ByteLevel"}:
         return Spelling.BYTE_LEVEL, False

@@ -117,7 +117,7 @@ def ids_by_token(tokenizer: Mapping[str, object]) -> dict[str, int]:
     """Vocabulary and added tokens of a tokenizer.json."""
     try:
         ids = _ids_by_token(tokenizer)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         text = f"tokenizer.json: its vocabulary cannot be read ({error!r})"
         raise ModelError(ModelErrorReason.FILE_CORRUPT, text) from error
     odd = next(
