@@ -129,6 +129,7 @@ def running_service(
     num_workers: int = 1,
     script: WorkerScript | None = None,
     ready: bool = True,
+    tokenizer: Tokenizer | None = None,
     **settings: Any,
 ) -> Iterator[RunningService]:
     """A service on a free port of the loopback; `ready` waits until it has a worker."""
@@ -150,7 +151,7 @@ def running_service(
     thread = loop_thread()
 
     async def start() -> Service:
-        service = Service(config, Tokenizer.toy(), tokenizer_digest(TOY))
+        service = Service(config, tokenizer or Tokenizer.toy(), tokenizer_digest(TOY))
         await service.start()
         while ready and len(service.backstage.pool.usable) < num_workers:
             await asyncio.sleep(0.005)

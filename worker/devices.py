@@ -11,10 +11,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
+from kvatlas.models.errors import ModelError, ModelErrorReason
 from kvatlas.models.files import ModelFiles, ModelKind
-from kvatlas.models.gguf import GgufFile
 from kvatlas.models.resolve import resolve_model
 from kvatlas.models.shapes import SHAPES
+from kvatlas.models.text_vocabulary import read_chat_template
 from kvatlas.models.vocabulary import read_json, read_vocabulary, tokenizer_digest
 from worker.config import WorkerConfig
 from worker.description import ModelDescription
@@ -24,6 +25,14 @@ from worker.execution.runner import Runner
 ROW_ALIGNMENT = 32  # entries of a row of the page table
 FAKE_CONTEXT = 8192
 FAKE_PAGES = 4096
+_GENERATION_CONFIG = "generation_config.json"
+_SAMPLING_RANGES = {
+    "temperature": (0.0, 1e6),
+    "top_p": (0.0, 1.0),
+    "top_k": (0, 2**31 - 1),
+    "repetition_penalty": (1e-6, 1e6),
+}
+"""What a request may have at all: with a default past it every request that leaves it out would fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,39 +123,36 @@ def describe(files: ModelFiles, max_context: int, vocab_size: int | None = None)
         max_context_tokens=max_context,
         eos_token_ids=tuple(sorted(vocabulary.eos_ids)),
         tokenizer_sha256=tokenizer_digest(files),
-        has_chat_template=_has_chat_template(files),
-        default_temperature=_number(defaults, "temperature", 1.0),
-        default_top_p=_number(defaults, "top_p", 1.0),
-        default_top_k=int(_number(defaults, "top_k", 0)),
-        default_repetition_penalty=_number(defaults, "repetition_penalty", 1.0),
+        has_chat_template=read_chat_template(files) is not None,
+        default_temperature=_sampling(defaults, "temperature", 1.0),
+        default_top_p=_sampling(defaults, "top_p", 1.0),
+        default_top_k=int(_sampling(defaults, "top_k", 0)),
+        default_repetition_penalty=_sampling(defaults, "repetition_penalty", 1.0),
     )
 
 
 def _generation_config(files: ModelFiles) -> Mapping[str, object]:
     """How its makers sample from a model; GGUF files do not say."""
-    path = files.location / "generation_config.json" if files.kind is ModelKind.FOLDER else None
+    path = files.location / _GENERATION_CONFIG if files.kind is ModelKind.FOLDER else None
     return read_json(path) if path is not None and path.is_file() else {}
 
 
-def _number(values: Mapping[str, object], name: str, default: float) -> float:
+def _sampling(values: Mapping[str, object], name: str, default: float) -> float:
     value = values.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return default
+    low, high = _SAMPLING_RANGES[name]
+    if not low <= value <= high:
+        raise ModelError(
+            ModelErrorReason.INVALID_CONFIG,
+            f"{_GENERATION_CONFIG}: {name} is {value}, expected {low:g} to {high:g}",
+        )
+    return float(value)
 
 
 def _shape_vocab_size(files: ModelFiles) -> int:
     size = SHAPES.get(files.shape or "", {}).get("vocab_size")
-    assert isinstance(size, int), f"{files.name}: nobody says how many tokens there are"
+    if not isinstance(size, int):
+        text = f"{files.name}: nothing says how many tokens there are"
+        raise ModelError(ModelErrorReason.INVALID_CONFIG, text)
     return size
-
-
-def _has_chat_template(files: ModelFiles) -> bool:
-    match files.kind:
-        case ModelKind.GGUF:
-            with GgufFile(files.location) as file:
-                return file.text("tokenizer.chat_template") is not None
-        case ModelKind.FOLDER:
-            settings = files.location / "tokenizer_config.json"
-            has_setting = settings.is_file() and "chat_template" in read_json(settings)
-            return has_setting or (files.location / "chat_template.jinja").is_file()
-        case ModelKind.RANDOM:
-            return False

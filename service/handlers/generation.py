@@ -187,7 +187,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             await self._opening.check_constraint(request, call)
             ids = request.prompt_ids or await self._backstage.prompts.ids_of(spec)
             request = self._opening.complete(request, ids, facts)
-            run = self._opening.run_of(request, shape, account, call)
+            run = self._opening.run_of(request, shape, account, call, begins_text=_begins_text(spec))
             await self._opening.begin_behind(run, shape.resume_ids, facts)
             live.run = run
             if live.failure is not None:
@@ -303,6 +303,11 @@ def _cached_tokens(
 ) -> int:
     """A microsecond a page of the prompt, and a look at every page of the pool."""
     return cached_tokens(page_fingerprints(ids, page_size, key, salt), pool, page_size)
+
+
+def _begins_text(spec: pb.GenerationSpec) -> bool:
+    """Whether the answer is a turn of its own, and does not go on with a text that the client has."""
+    return spec.WhichOneof("prompt") == "chat" and not spec.chat.continue_final_message
 
 
 def ends_any(pieces: Sequence[Piece]) -> bool:

@@ -4,7 +4,7 @@ Owns the order of the checks and what an unset max_tokens becomes. Sends nothing
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvatlas.v1 import generation_pb2 as pb
@@ -81,12 +81,13 @@ class Opening:
         return convert.with_prompt(request, ids, request.stops.max_tokens or left)
 
     def run_of(
-        self, request: Request, shape: StreamShape, account: RequestAccount, call: Call
+        self, request: Request, shape: StreamShape, account: RequestAccount, call: Call, *, begins_text: bool
     ) -> GenerationRun:
-        """A run with its inbox and samples."""
+        """A run with its inbox and samples. `begins_text` false: its answers go on with the prompt's text."""
         inbox = Inbox(self._loop)
         stops = StopStrings(request.stops.strings) if request.stops.strings else None
-        choices = [self._choice(index, request, shape, inbox, stops) for index in range(request.num_samples)]
+        answer = partial(self._answer, request, stops, begins_text)
+        choices = [self._choice(index, request, shape, inbox, answer) for index in range(request.num_samples)]
         return GenerationRun(
             request,
             choices,
@@ -120,7 +121,12 @@ class Opening:
         return max(1, (shared + private) * facts.page_size - num_prompt_tokens)
 
     def _choice(
-        self, index: int, request: Request, shape: StreamShape, inbox: Inbox, stops: StopStrings | None
+        self,
+        index: int,
+        request: Request,
+        shape: StreamShape,
+        inbox: Inbox,
+        answer: Callable[[], AnswerText | None],
     ) -> Choice:
         box = Mailbox(
             inbox,
@@ -129,13 +135,14 @@ class Opening:
             has_scores=request.output.logprobs is not None,
             hold_seconds=shape.hold_seconds,
         )
-        answer = self._answer(request, stops) if request.output.text or stops is not None else None
         most = sizes.tokens_per_message(request.output.logprobs, shape.min_tokens)
-        return Choice(index, box, answer, request.stops, min_tokens=shape.min_tokens, max_tokens=most)
+        return Choice(index, box, answer(), request.stops, min_tokens=shape.min_tokens, max_tokens=most)
 
-    def _answer(self, request: Request, stops: StopStrings | None) -> AnswerText:
+    def _answer(self, request: Request, stops: StopStrings | None, begins_text: bool) -> AnswerText | None:
+        if not request.output.text and stops is None:
+            return None
         detokenizer = self._backstage.prompts.tokenizer.detokenizer(
-            skip_special_tokens=request.output.skip_special
+            skip_special_tokens=request.output.skip_special, begins_text=begins_text
         )
         shows_stop = request.stops.include_in_output
         matcher = StopMatcher(stops, include_stop=shows_stop) if stops is not None else None

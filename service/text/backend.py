@@ -65,9 +65,14 @@ def gguf_backend(file: GgufFile, vocabulary: TextVocabulary) -> Tokenizer:
             ModelErrorReason.UNSUPPORTED_FEATURE,
             f"{file.path}: tokenizer {model!r} is not supported, only 'gpt2' (byte-level BPE) and 'llama'",
         )
-    kinds = file.numbers("tokenizer.ggml.token_type") or ()
+    kinds = (file.numbers("tokenizer.ggml.token_type") or ())[: len(vocabulary.tokens)]
     build = _byte_level if vocabulary.spelling is Spelling.BYTE_LEVEL else _sentencepiece
-    backend = build(file, vocabulary, [int(kind) for kind in kinds])
+    try:
+        backend = build(file, vocabulary, [int(kind) for kind in kinds])
+    except ModelError:
+        raise
+    except Exception as error:  # the library raises bare Exception, of a merge without its token for one
+        raise ModelError(ModelErrorReason.FILE_CORRUPT, f"{file.path}: {error}") from error
     _add_whole_tokens(backend, vocabulary, [i for i, kind in enumerate(kinds) if kind == USER_DEFINED])
     return backend
 
@@ -95,7 +100,7 @@ def _byte_level(file: GgufFile, vocabulary: TextVocabulary, kinds: Sequence[int]
 
 def _sentencepiece(file: GgufFile, vocabulary: TextVocabulary, kinds: Sequence[int]) -> Tokenizer:
     scores = file.numbers("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(vocabulary.tokens):
+    if scores is None or len(scores) < len(vocabulary.tokens):  # padding at the end has scores, too
         raise ModelError(ModelErrorReason.FILE_CORRUPT, f"{file.path} has no score for each token")
     merges = _merges_from_scores(vocabulary.tokens, scores, kinds)
     ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}

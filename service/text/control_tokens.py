@@ -13,6 +13,8 @@ taken back. Strings without such text, nearly all, are passed on as they are.
 import re
 from collections.abc import Iterable, Mapping
 
+from kvatlas.models.errors import ModelError, ModelErrorReason
+
 # Private-use characters of plane 16. A client's own are replaced by U+FFFD, but only in prompts that
 # hold control tokens as well, so that they cannot pose as one of ours.
 _FIRST_STAND_IN = 0x10E000
@@ -24,12 +26,14 @@ JsonValue = object
 
 
 class ControlTokens:
-    """The texts of a model's control tokens."""
+    """The texts of a model's control tokens. Raises ModelError for more than there are marks."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         # Longest first: where one begins another, the longer is meant, as in the tokenizer.
         self.texts = sorted({text for text in texts if text}, key=len, reverse=True)
-        assert len(self.texts) <= _MOST, f"{len(self.texts)} control tokens"
+        if len(self.texts) > _MOST:
+            text = f"{len(self.texts)} control tokens beside a chat template, at most {_MOST} are supported"
+            raise ModelError(ModelErrorReason.UNSUPPORTED_FEATURE, text)
         self._first_characters = frozenset(text[0] for text in self.texts)
         pattern = "|".join(re.escape(text) for text in self.texts) or r"(?!)"
         self._whole = re.compile(pattern)

@@ -16,7 +16,7 @@ class Detokenizer:
 
     `table` has the bytes of each id (`Tokenizer.detokenizer` picks it); ids past it have none.
     `strip_space` drops one space at the very start, where the vocabulary puts one before the first
-    word of a text (SentencePiece).
+    word of a text (SentencePiece) and no text of a prompt goes on here.
     """
 
     __slots__ = ("_held", "_strip_space", "_table")

@@ -30,6 +30,8 @@ from service.text.control_tokens import ControlTokens
 from service.text.detokenizer import Detokenizer
 from service.text.threads import INLINE_BYTES
 
+_FILLER = "\U0010fffefiller "
+
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
@@ -149,10 +151,10 @@ class Tokenizer:
 
     # -- ids -> text --------------------------------------------------------------------------------
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A new state for one sequence."""
+    def detokenizer(self, *, skip_special_tokens: bool = True, begins_text: bool = True) -> Detokenizer:
+        """A new state for one sequence. `begins_text` false: its text goes on where another one ends."""
         table = self._shown_bytes if skip_special_tokens else self._all_bytes
-        return Detokenizer(table, strip_space=self.vocabulary.strips_first_space)
+        return Detokenizer(table, strip_space=begins_text and self.vocabulary.strips_first_space)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """All at once; equals what a detokenizer gives piece by piece."""
@@ -182,6 +184,13 @@ class Tokenizer:
             marking.normalizer = self._backend.normalizer
         if self._backend.pre_tokenizer is not None:
             marking.pre_tokenizer = self._backend.pre_tokenizer
+        # Ids of new tokens begin at the vocabulary's size. With holes in it, as equal tokens leave them,
+        # those would be ids of other tokens: fillers that no text holds take them first.
+        known = self._backend.get_vocab(with_added_tokens=False)
+        num_holes = max(known.values(), default=-1) + 1 - len(known)
+        marking.add_tokens(
+            [AddedToken(f"{_FILLER}{number}", normalized=False) for number in range(num_holes)]
+        )
         added = sorted(self._backend.get_added_tokens_decoder().items())
         for token_id, token in added:
             content = self.control_tokens.marks[token.content] if token.special else token.content
@@ -193,8 +202,10 @@ class Tokenizer:
         """The marking tokenizer's ids of added tokens -> the model's."""
         by_text = {token.content: i for i, token in self._backend.get_added_tokens_decoder().items()}
         texts = {mark: text for text, mark in self.control_tokens.marks.items()}
-        added = self._marking.get_added_tokens_decoder()
-        return {i: by_text[texts.get(token.content, token.content)] for i, token in added.items()}
+        added = {i: token.content for i, token in self._marking.get_added_tokens_decoder().items()}
+        return {
+            i: by_text[texts.get(text, text)] for i, text in added.items() if not text.startswith(_FILLER)
+        }
 
     def _from_marks(self, ids: Sequence[int]) -> list[int]:
         ours, special = self._id_of_added, self.vocabulary.special_ids

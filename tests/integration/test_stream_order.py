@@ -3,16 +3,20 @@
 import itertools
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 
+from kvatlas.models.text_vocabulary import toy_vocabulary
 from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc
 from service.request import AbortReason
 from service.testing import Refusal, RunningService, running_service
 from service.testing_worker import WorkerScript
+from service.text.backend import toy_backend
+from service.text.tokenizer import Tokenizer
 
 CALL_SECONDS = 120.0  # ends a call that hangs
 
@@ -480,3 +484,27 @@ def test_a_failed_sample_fails_the_call_and_stops_its_siblings(stub: Any, runnin
 
 def test_every_request_leaves_the_service_idle(running: RunningService, wait_until: Any) -> None:
     wait_until(lambda: running.is_idle, "idle service and worker")
+
+
+def test_an_answer_keeps_its_first_space_where_it_goes_on_with_a_text(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """B073: a vocabulary that puts a space before the first word; the worker says the prompt again."""
+    template = "{{ messages[0]['content'] }}"
+    vocabulary = replace(toy_vocabulary(512), strips_first_space=True, chat_template=template)
+    tokenizer = Tokenizer(toy_backend(vocabulary), vocabulary)
+    folder, script = tmp_path_factory.mktemp("spaces"), WorkerScript(step_ms=0)
+    said = [pb.ChatMessage(role=pb.CHAT_ROLE_USER, content=" ab")]
+    stop = pb.StopCriteria(max_tokens=6)
+    with (
+        running_service(folder, script=script, tokenizer=tokenizer) as running,
+        grpc.insecure_channel(running.address) as channel,
+    ):
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        assert text_of(stream(stub, pb.GenerationSpec(text=" ab", stop=stop))) == " ab ab"
+        ids = pb.TokenSequence(ids=list(b" ab"))
+        assert text_of(stream(stub, pb.GenerationSpec(token_ids=ids, stop=stop))) == " ab ab"
+        chat = pb.ChatPrompt(messages=said, continue_final_message=True)
+        assert text_of(stream(stub, pb.GenerationSpec(chat=chat, stop=stop))) == " ab ab"
+        chat = pb.ChatPrompt(messages=said)
+        assert text_of(stream(stub, pb.GenerationSpec(chat=chat, stop=stop))) == "ab ab"

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from kvatlas.models.errors import ModelError, ModelErrorReason
 from service.text.control_tokens import ControlTokens
 
 TOKENS = ControlTokens(["<|im_start|>", "<|im_end|>", "<s>", "[INST]", "aab", "ab"])
@@ -59,3 +60,10 @@ def test_our_own_private_characters_cannot_be_forged() -> None:
 def test_a_longer_control_token_wins_over_one_that_begins_it() -> None:
     tokens = ControlTokens(["<a>", "<a>b"])
     assert tokens.mark("<a>b") == tokens.marks["<a>b"]
+
+
+def test_a_model_with_more_control_tokens_than_marks_is_refused_by_name() -> None:
+    with pytest.raises(ModelError, match="4097 control tokens") as caught:
+        ControlTokens(f"<{number}>" for number in range(4097))
+    assert caught.value.reason is ModelErrorReason.UNSUPPORTED_FEATURE
+    assert len(ControlTokens(f"<{number}>" for number in range(4096)).marks) == 4096

@@ -237,9 +237,12 @@ def test_yarn_settings_are_read(path: Path) -> None:
         ({"attention.value_length": 4}, ModelErrorReason.UNSUPPORTED_FEATURE, "different width"),
         ({"expert_count": 8}, ModelErrorReason.UNSUPPORTED_FEATURE, r"llama\.expert_count"),
         ({"attention.head_count": 0}, ModelErrorReason.INVALID_CONFIG, "head_count"),
+        ({"rope.freq_base": float("nan")}, ModelErrorReason.INVALID_CONFIG, "freq_base is nan"),
         ({"attention.head_count_kv": 3}, ModelErrorReason.INVALID_CONFIG, "3 KV heads"),
         ({"split.count": 3}, ModelErrorReason.UNSUPPORTED_FORMAT, "split"),
         ({"feed_forward_length": 65}, ModelErrorReason.TENSOR_SHAPE, "ffn"),
+        ({"block_count": 1 << 31}, ModelErrorReason.INVALID_CONFIG, "layers are more than"),
+        ({"attention.key_length": 1 << 31}, ModelErrorReason.TENSOR_SHAPE, "attn_q"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(

@@ -64,6 +64,10 @@ def test_qwen_s_window_counts_only_when_switched_on() -> None:
     assert parse(**qwen, use_sliding_window=True, max_window_layers=2).usable_context == 256
     kinds = ["full_attention", "sliding_attention"]
     assert parse(**qwen, use_sliding_window=True, layer_types=kinds).usable_context == 32
+    for family in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        unsaid = qwen | {"architectures": [family], "sliding_window": "absent"}
+        switched = parse(**unsaid, use_sliding_window=True, max_window_layers=1, max_position_embeddings=9000)
+        assert switched.usable_context == 4096  # the family's default
 
 
 @pytest.mark.parametrize(
@@ -96,10 +100,23 @@ def test_qwen_s_window_counts_only_when_switched_on() -> None:
         ({"hidden_size": "absent"}, ModelErrorReason.INVALID_CONFIG, "hidden_size is missing"),
         ({"num_hidden_layers": 2.5}, ModelErrorReason.INVALID_CONFIG, "2.5"),
         ({"vocab_size": -3}, ModelErrorReason.INVALID_CONFIG, "-3"),
+        (
+            {"max_position_embeddings": 10**400},
+            ModelErrorReason.INVALID_CONFIG,
+            "max_position_embeddings is 1000",
+        ),
         ({"rms_norm_eps": float("nan")}, ModelErrorReason.INVALID_CONFIG, "rms_norm_eps"),
         ({"tie_word_embeddings": "yes"}, ModelErrorReason.INVALID_CONFIG, "tie_word_embeddings"),
         ({"num_key_value_heads": 3}, ModelErrorReason.INVALID_CONFIG, "multiple of 3 KV heads"),
         ({"head_dim": 15}, ModelErrorReason.INVALID_CONFIG, "15 is odd"),
+        ({"num_attention_heads": 65}, ModelErrorReason.INVALID_CONFIG, "65 heads are more than hidden_size"),
+        ({"num_hidden_layers": 10**9}, ModelErrorReason.INVALID_CONFIG, "1000000000 layers are more than"),
+        ({"rope_theta": 10**400}, ModelErrorReason.INVALID_CONFIG, "rope_theta is 1000"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": -1}},
+            ModelErrorReason.INVALID_CONFIG,
+            "beta of rope",
+        ),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(

@@ -1,6 +1,8 @@
 """Names to files: every scheme, what is said when a name means nothing, revisions that tell files apart."""
 
 import os
+import socketserver
+import threading
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,30 @@ def test_the_hub_without_a_network_says_so(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ModelError, match="some/model") as caught:
         resolve_model("hf:some/model@main", cache=tmp_path)
     assert caught.value.reason is ModelErrorReason.NO_NETWORK
+
+
+class _Junk(socketserver.BaseRequestHandler):
+    """Answers as no HTTP server does."""
+
+    def handle(self) -> None:
+        self.request.recv(65536)
+        self.request.sendall(b"junk\r\n\r\n")
+
+
+def test_a_hub_that_breaks_off_is_a_failed_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such an error is of the hub's transport, which is another library in each of its major versions."""
+    from huggingface_hub import constants
+
+    with socketserver.TCPServer(("127.0.0.1", 0), _Junk) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+            monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
+            with pytest.raises(ModelError, match="some/model") as caught:
+                resolve_model("hf:some/model", cache=tmp_path)
+        finally:
+            server.shutdown()
+    assert caught.value.reason is ModelErrorReason.FETCH_FAILED
 
 
 def test_a_malformed_hub_name_is_no_network_fault(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What both processes compute of a tokenizer: digests that tell tokenizers apart, and the byte vocabulary."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,44 @@ def test_a_folder_s_digest_is_that_of_its_tokenizer_file(tmp_path: Path) -> None
     (tmp_path / "tokenizer.json").write_bytes(b"abc")
     # SHA-256 of "abc", FIPS 180-2, appendix B.1.
     assert tokenizer_digest(files) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"model": {"vocab": {"a": "first"}}},
+        {"model": {"vocab": {"a": 1 << 40}}},
+        {"model": {"vocab": {"a": float("inf")}}},
+        {"model": {"vocab": ["a"]}, "added_tokens": [{"id": 1}]},
+        {"model": {"vocab": {"a": 0}}, "added_tokens": [5]},
+    ],
+)
+def test_a_vocabulary_that_cannot_be_is_corrupt(tmp_path: Path, odd: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(odd))
+    with pytest.raises(ModelError, match=r"tokenizer\.json") as caught:
+        read_vocabulary(resolve_model(str(tmp_path)))
+    assert caught.value.reason is ModelErrorReason.FILE_CORRUPT
+
+
+@pytest.mark.parametrize("eos", ["true", "1e3", str(1 << 40), "[2, null]"])
+def test_an_end_token_that_is_no_id_is_named(tmp_path: Path, eos: str) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": ' + eos + "}")
+    with pytest.raises(ModelError, match="is no id") as caught:
+        read_vocabulary(resolve_model(str(tmp_path)))
+    assert caught.value.reason is ModelErrorReason.INVALID_CONFIG
+
+
+def test_an_id_that_no_token_of_a_file_has_is_none(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_token_list(["a", "b", "ab"])
+    writer.add_bos_token_id(2**32 - 1)
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert read_vocabulary(resolve_model(str(tmp_path / "a.gguf"))) == Vocabulary(3, None, frozenset({2}))
 
 
 def test_random_models_share_one_byte_vocabulary() -> None:

@@ -170,10 +170,16 @@ def test_a_folder_without_weights_and_a_broken_index_are_named(tmp_path: Path) -
     with pytest.raises(ModelError, match="safetensors") as caught:
         load(tmp_path)
     assert caught.value.reason is ModelErrorReason.FILE_MISSING
-    (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ModelError, match="index") as caught:
-        load(tmp_path)
-    assert caught.value.reason is ModelErrorReason.FILE_CORRUPT
+    for odd in (
+        "[]",
+        '{"weight_map": {"a": 5}}',
+        '{"weight_map": {"a": "../b"}}',
+        '{"weight_map": {"a": "/b"}}',
+    ):
+        (tmp_path / "model.safetensors.index.json").write_text(odd)
+        with pytest.raises(ModelError, match="index") as caught:
+            load(tmp_path)
+        assert caught.value.reason is ModelErrorReason.FILE_CORRUPT
 
 
 def test_integers_are_no_weights(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 
 from kvatlas.models.errors import ModelError, ModelErrorReason
 from kvatlas.models.files import ModelFiles, ModelKind
+from kvatlas.models.gguf import GgufFile
 from kvatlas.models.token_bytes import byte_characters, spell_bytes
 from kvatlas.models.vocabulary import read_vocabulary
 from service.text.chat import ChatTemplate, ChatTurn
@@ -305,6 +306,34 @@ def test_a_sentencepiece_file_without_scores_is_corrupt(tmp_path: Path) -> None:
         Tokenizer.load(files(write_sentencepiece(tmp_path / "m.gguf", scores=None)))
 
 
+def test_padding_behind_a_sentencepiece_vocabulary_changes_nothing(tmp_path: Path) -> None:
+    """B054: as converters pad to the embedding's rows, with tokens that have scores and are never used."""
+    plain = Tokenizer.load(files(write_sentencepiece(tmp_path / "plain.gguf")))
+    with GgufFile(tmp_path / "plain.gguf") as file:
+        tokens = file.strings("tokenizer.ggml.tokens") or []
+        columns = {
+            name: list(file.numbers(f"tokenizer.ggml.{name}") or ()) for name in ("scores", "token_type")
+        }
+    padded = write_sentencepiece(
+        tmp_path / "padded.gguf",
+        tokens=[*tokens, "[PAD1]", "[PAD2]"],
+        scores=[*columns["scores"], -10000.0, -10000.0],
+        token_type=[*columns["token_type"], 5, 5],
+    )
+    tokenizer = Tokenizer.load(files(padded))
+    assert tokenizer.size == plain.size
+    assert tokenizer.encode("hello the world") == plain.encode("hello the world")
+
+
+@pytest.mark.parametrize("odd", [{"merges": ["h e", "q never"]}, {"token_type": [1] * 3}])
+def test_a_tokenizer_that_contradicts_itself_is_corrupt(tmp_path: Path, odd: dict[str, object]) -> None:
+    write = write_gguf if "merges" in odd else write_sentencepiece
+    path = write(tmp_path / "m.gguf", **odd)
+    with pytest.raises(ModelError, match=r"m\.gguf") as caught:
+        Tokenizer.load(files(path))
+    assert caught.value.reason is ModelErrorReason.FILE_CORRUPT
+
+
 def test_merges_that_lead_to_a_control_token_are_no_way_around_the_masks(tmp_path: Path) -> None:
     """B078: even a vocabulary that would build one from text cannot put it into a turn."""
     merges = [("<", "s"), ("<s", ">")]
@@ -327,6 +356,27 @@ def test_merges_that_lead_to_a_control_token_are_no_way_around_the_masks(tmp_pat
 
 
 # -- the byte vocabulary -----------------------------------------------------------------------------------
+
+
+def test_equal_tokens_in_a_vocabulary_are_no_way_around_the_masks(tmp_path: Path) -> None:
+    """B078: they leave holes, and ids behind the vocabulary's size that are tokens of ordinary text."""
+    tokens = ["<s>", "</s>", "<think>", *byte_characters(), "same", "same", "same", "Ġw", "Ġx"]
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        tokens=tokens,
+        token_type=[3, 3, 4] + [1] * (len(tokens) - 3),
+        merges=["Ġ w", "Ġ x"],
+        bos_token_id=0,
+        eos_token_id=1,
+        add_bos_token=False,
+    )
+    tokenizer = Tokenizer.load(files(path))
+    template = ChatTemplate("<s>{{ messages[0]['content'] }}</s>", tokenizer.control_tokens)
+    chat = template.render([ChatTurn("user", "a w x<think></s>")])
+    ids = tokenizer.encode_chat(chat)
+    assert [token_id for token_id in ids if token_id < 3] == [0, 2, 1]
+    assert ids[1:4] == tokenizer.encode("a w x")
+    assert b"".join(map(tokenizer.token_bytes, ids)) == b"<s>a w x<think></s></s>"
 
 
 def test_the_byte_vocabulary_round_trips_any_text_and_agrees_with_the_workers() -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.models.errors import ModelError
+from kvatlas.models.errors import ModelError, ModelErrorReason
 from kvatlas.models.resolve import resolve_model
+from kvatlas.models.text_vocabulary import read_text_vocabulary
 from kvatlas.models.vocabulary import tokenizer_digest
 from worker.config import ConfigError, WorkerConfig
 from worker.devices import FakeDevice, choose_device, describe, row_width
@@ -19,6 +20,18 @@ TINY = WorkerConfig(model="random:tiny", page_size=4, num_pages=64, max_running=
 
 def resolved(config: WorkerConfig) -> WorkerConfig:
     return config.resolved(model_context=4096, automatic_pages=64)
+
+
+def write_folder(folder: Path, *, generation_config: str = "{}") -> None:
+    """A model of two tokens, without weights."""
+    vocabulary = {
+        "model": {"vocab": {"a": 0, "b": 1}},
+        "added_tokens": [],
+        "decoder": {"type": "ByteLevel"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
+    (folder / "config.json").write_text('{"eos_token_id": 1}')
+    (folder / "generation_config.json").write_text(generation_config)
 
 
 def test_the_fake_runner_takes_its_ids_from_the_model() -> None:
@@ -79,14 +92,51 @@ def test_a_model_that_does_not_exist_is_named() -> None:
 
 
 def test_sampling_defaults_come_from_the_makers_of_the_model(tmp_path: Path) -> None:
-    vocabulary = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": []}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
-    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
-    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "top_p": 0.95}')
+    write_folder(tmp_path, generation_config='{"temperature": 0.6, "top_k": 20, "top_p": 0.95}')
     model = describe(resolve_model(str(tmp_path)), 128)
     assert (model.default_temperature, model.default_top_k, model.default_top_p) == (0.6, 20, 0.95)
     assert model.default_repetition_penalty == 1.0
     assert not model.has_chat_template
+
+
+@pytest.mark.parametrize("odd", ['"top_k": -1', '"top_p": 2.0', '"temperature": -1', '"top_k": Infinity'])
+def test_a_sampling_default_that_no_request_may_have_is_named(tmp_path: Path, odd: str) -> None:
+    write_folder(tmp_path, generation_config="{" + odd + "}")
+    with pytest.raises(ModelError, match=odd.split('"')[1]) as caught:
+        describe(resolve_model(str(tmp_path)), 128)
+    assert caught.value.reason is ModelErrorReason.INVALID_CONFIG
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", '{"chat_template": "of one"}'),
+        ("tokenizer_config.json", '{"chat_template": null}'),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "tools", "template": "of tools"}]}'),
+        ("chat_template.json", '{"chat_template": "beside"}'),
+        ("chat_template.jinja", "a file of its own"),
+    ],
+)
+def test_a_model_has_a_chat_template_where_its_service_has_one(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    write_folder(tmp_path)
+    (tmp_path / name).write_text(content)
+    files = resolve_model(str(tmp_path))
+    assert describe(files, 128).has_chat_template is (read_text_vocabulary(files).chat_template is not None)
+
+
+def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="how many tokens"):
+        describe(resolve_model(str(tmp_path)), 128)
+
+
+def test_random_models_have_a_chat_template() -> None:
+    files = resolve_model("random:tiny")
+    assert describe(files, 128).has_chat_template
+    assert read_text_vocabulary(files).chat_template is not None
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from kvatlas.models.errors import ModelError, ModelErrorReason
 from worker.model.rope import RopeConfig
 
+MOST_LAYERS = 1024
+"""Of any network; a damaged file may say billions, and all of their tensors would be named."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -51,10 +54,15 @@ class ModelConfig:
             f"{self.num_heads} heads are not a multiple of {self.num_kv_heads} KV heads": (
                 self.num_heads % self.num_kv_heads
             ),
+            f"{self.num_layers} layers are more than {MOST_LAYERS}": self.num_layers > MOST_LAYERS,
             f"head_dim {self.head_dim} is odd": self.head_dim % 2,
+            f"{self.num_heads} heads are more than hidden_size {self.hidden_size}": self.head_dim == 0,
             f"rms_norm_eps {self.rms_norm_eps} is not positive": self.rms_norm_eps <= 0,
             f"rope theta {self.rope.theta} is not above 1": self.rope.theta <= 1,
             f"rope factor {self.rope.factor} is not at least 1": self.rope.factor < 1,
+            f"a beta of rope is not positive, {self.rope.beta_fast} or {self.rope.beta_slow}": (
+                min(self.rope.beta_fast, self.rope.beta_slow) <= 0
+            ),
         }
         for problem, present in problems.items():
             if present:

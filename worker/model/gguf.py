@@ -92,7 +92,7 @@ def read_checkpoint(file: GgufFile, config: ModelConfig) -> Checkpoint:
         if tensor.name == ROPE_DIVISORS:  # part of the config
             continue
         name = canonical_name(tensor.name)
-        row_order = _row_order(name, config) if permuted else None
+        row_order = _row_order(name, tensor.shape[0], config) if permuted else None
         sources[name] = GgufSource(file, tensor, row_order)
     return Checkpoint(sources, ggml_name)
 
@@ -140,17 +140,20 @@ def ggml_name(name: str) -> str:
     return f"blk.{parts[2]}.{_GGML_NAMES[parts[3]]}.{kind}"
 
 
-def _row_order(name: str, config: ModelConfig) -> npt.NDArray[np.int64] | None:
+def _row_order(name: str, num_rows: int, config: ModelConfig) -> npt.NDArray[np.int64] | None:
     """Undoes the order of q and k rows in files of the `llama` architecture.
 
     There a head's rows alternate between its halves (0, d/2, 1, d/2 + 1, ...), so that the two elements
-    that are turned together lie side by side; ours turns element i with element i + d/2.
+    that are turned together lie side by side; ours turns element i with element i + d/2. Nothing for a
+    tensor of other rows than the config's, which is refused by its shape.
     """
     if ".self_attn.q_proj." in name:
         num_heads = config.num_heads
     elif ".self_attn.k_proj." in name:
         num_heads = config.num_kv_heads
     else:
+        return None
+    if num_rows != num_heads * config.head_dim:
         return None
     in_file = np.arange(num_heads * config.head_dim).reshape(num_heads, config.head_dim // 2, 2)
     return in_file.swapaxes(1, 2).reshape(-1)

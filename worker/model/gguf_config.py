@@ -1,5 +1,7 @@
 """GGUF metadata → ModelConfig. Every key of the architecture is understood or refused by name."""
 
+import math
+
 from kvatlas.models.errors import ModelError, ModelErrorReason
 from kvatlas.models.gguf import GgufFile
 from kvatlas.models.vocabulary import gguf_vocabulary
@@ -96,11 +98,13 @@ class _Keys:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number; must be there where no default is given."""
+        """A finite number; must be there where no default is given."""
         value = self.file.number(f"{self.architecture}.{key}")
         value = default if value is None else value
         if value is None:
             raise self._missing(key)
+        if not math.isfinite(value):
+            raise self.error(ModelErrorReason.INVALID_CONFIG, f"{self.architecture}.{key} is {value}")
         return value
 
     def text(self, key: str, default: str) -> str:

@@ -29,8 +29,10 @@ class _Family:
 _FAMILIES = {
     "LlamaForCausalLM": _Family(mlp_bias=True),
     "MistralForCausalLM": _Family(qkv_bias=False, num_kv_heads=8, sliding_window=4096),
-    "Qwen2ForCausalLM": _Family(qkv_bias=True, windows_by_switch=True, num_kv_heads=32),
-    "Qwen3ForCausalLM": _Family(qk_norm=True, head_dim=128, windows_by_switch=True, num_kv_heads=32),
+    "Qwen2ForCausalLM": _Family(qkv_bias=True, num_kv_heads=32, sliding_window=4096, windows_by_switch=True),
+    "Qwen3ForCausalLM": _Family(
+        qk_norm=True, head_dim=128, num_kv_heads=32, sliding_window=4096, windows_by_switch=True
+    ),
 }
 
 

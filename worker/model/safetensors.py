@@ -85,9 +85,13 @@ def _shards(folder: Path) -> list[Path]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            shards = [folder / name for name in names]
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(ModelErrorReason.FILE_CORRUPT, f"{index} is no index ({error!r})") from error
-        return [folder / name for name in names]
+        for name in names:
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ModelError(ModelErrorReason.FILE_CORRUPT, f"{index} names {name!r}, outside its folder")
+        return shards
     single = folder / "model.safetensors"
     found = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     if not found:

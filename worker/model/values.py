@@ -1,8 +1,11 @@
 """A config.json with typed access. Knows JSON's kinds and no key."""
 
 from collections.abc import Mapping
+from sys import float_info
 
 from kvatlas.models.errors import ModelError, ModelErrorReason
+
+MOST = 2**31 - 1  # of any size in a config.json
 
 
 class Values:
@@ -18,7 +21,7 @@ class Values:
     def integer(self, key: str) -> int:
         """A positive whole number that must be there."""
         value = self.raw.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
             raise self.invalid(key, "a positive whole number")
         return value
 
@@ -33,7 +36,7 @@ class Values:
         value = self.raw.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= float_info.max:
             raise self.invalid(key, "a number")
         return float(value)
 

@@ -203,8 +203,7 @@ class Observer:
         return True
 
     def _lose(self, revision: int) -> None:
-        lost = revision - self._fold.ledger.revision
-        self._lost_events += lost
+        lost = revision - self._fold.ledger.revision  # so far: those up to the snapshot go with them
         self._waits_for_snapshot = True
         log_event(logger, logging.WARNING, "observer_lagged", lost_events=lost)
         self._ask_for_snapshot()
@@ -227,6 +226,7 @@ class Observer:
     def _rebuild(self, observation: Observation) -> None:
         fold = self._fold
         assert observation.snapshot is not None
+        self._lost_events += observation.snapshot.number - fold.ledger.revision
         fold.book.clear()
         self._pool_meters.run_to(observation.time_us)  # with what was known until now
         fold.ledger.restore(observation.snapshot)

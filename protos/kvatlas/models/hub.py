@@ -57,4 +57,8 @@ def _snapshot(repository: str, revision: str | None, cache: Path | None) -> Path
         ) from error
     except errors.HfHubHTTPError as error:
         raise ModelError(ModelErrorReason.FETCH_FAILED, f"hf:{repository}: {error}") from error
+    except OSError:  # of the disk: whoever starts a process says which
+        raise
+    except Exception as error:  # of the transport: another library in each major version
+        raise ModelError(ModelErrorReason.FETCH_FAILED, f"hf:{repository}: {error!r}") from error
     return Path(folder)

@@ -25,6 +25,7 @@ _TEMPLATE_IDS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
+_GGUF_TEMPLATE = "tokenizer.chat_template"
 _TOY_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -57,6 +58,19 @@ def read_text_vocabulary(files: ModelFiles) -> TextVocabulary:
             return folder_vocabulary(files, parsed, shared.ids_by_token(parsed))
         case ModelKind.RANDOM:
             return toy_vocabulary(toy_size(files))
+
+
+def read_chat_template(files: ModelFiles) -> str | None:
+    """The model's own template alone; None: it has none."""
+    match files.kind:
+        case ModelKind.GGUF:
+            with GgufFile(files.location) as file:
+                return file.text(_GGUF_TEMPLATE)
+        case ModelKind.FOLDER:
+            settings = _optional_json(files.location / "tokenizer_config.json")
+            return _folder_template(files.location, settings)
+        case ModelKind.RANDOM:
+            return _TOY_TEMPLATE
 
 
 def toy_size(files: ModelFiles) -> int:
@@ -96,7 +110,7 @@ def gguf_vocabulary(file: GgufFile) -> TextVocabulary:
     ids = shared.gguf_vocabulary(file)
     tokens = tokens[: ids.num_ids]  # without padding at the end, which the worker never samples either
     is_sentencepiece = file.text("tokenizer.ggml.model") == "llama"
-    kinds = file.numbers("tokenizer.ggml.token_type") or ()
+    kinds = (file.numbers("tokenizer.ggml.token_type") or ())[: len(tokens)]
     adds_bos = file.flag("tokenizer.ggml.add_bos_token")
     if adds_bos is None:  # older files leave it out; these are the defaults of llama.cpp
         adds_bos = is_sentencepiece or file.text("tokenizer.ggml.pre") in LLAMA3_PRE
@@ -109,7 +123,7 @@ def gguf_vocabulary(file: GgufFile) -> TextVocabulary:
         bos_id=ids.bos_id,
         adds_bos=adds_bos,
         strips_first_space=is_sentencepiece and adds_space is not False,
-        chat_template=file.text("tokenizer.chat_template"),
+        chat_template=file.text(_GGUF_TEMPLATE),
         template_variables=_gguf_variables(file, tokens),
     )
 
@@ -151,7 +165,7 @@ def _gguf_variables(file: GgufFile, tokens: list[str]) -> dict[str, str]:
 def _decoder(decoder: object, folder: Path) -> tuple[Spelling, bool]:
     """Spelling, and whether the first space is stripped. The `decoder` entry of tokenizer.json."""
     parts = decoder.get("decoders") if isinstance(decoder, dict) and "decoders" in decoder else [decoder]
-    by_type = {part.get("type"): part for part in parts or [] if isinstance(part, dict)}
+    by_type = {str(part.get("type")): part for part in parts or [] if isinstance(part, dict)}
     kinds = set(by_type)
     if kinds == {"ByteLevel"}:
         return Spelling.BYTE_LEVEL, False

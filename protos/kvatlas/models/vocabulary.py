@@ -15,6 +15,8 @@ from kvatlas.models.files import ModelFiles, ModelKind
 from kvatlas.models.gguf import GgufFile
 
 BYTE_BOS, BYTE_EOS = 256, 257
+MOST_IDS = 1 << 24
+"""Of any vocabulary: a damaged file may name billions, and a table has room for each."""
 _UNUSED = 5  # tokenizer.ggml.token_type of padding
 _GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _GGUF_DIGESTED = ("tokens", "merges", "scores", "token_type")
@@ -50,9 +52,15 @@ def gguf_vocabulary(file: GgufFile) -> Vocabulary:
         # Converters pad the vocabulary to the embedding's rows with unused tokens: never sampled (B054).
         while num_ids > 1 and num_ids <= len(kinds) and kinds[num_ids - 1] == _UNUSED:
             num_ids -= 1
-    ends = (file.integer(f"tokenizer.ggml.{key}") for key in _GGUF_EOS_KEYS)
-    bos = file.integer("tokenizer.ggml.bos_token_id")
+    ends = (_gguf_id(file, key, num_ids) for key in _GGUF_EOS_KEYS)
+    bos = _gguf_id(file, "bos_token_id", num_ids)
     return Vocabulary(num_ids, bos, frozenset(end for end in ends if end is not None))
+
+
+def _gguf_id(file: GgufFile, key: str, num_ids: int | None) -> int | None:
+    """A token's id; None where the file gives none, or, as 2^32 - 1 does, one that no token has."""
+    value = file.integer(f"tokenizer.ggml.{key}")
+    return value if value is not None and 0 <= value < (num_ids or MOST_IDS) else None
 
 
 def tokenizer_digest(files: ModelFiles) -> str:
@@ -107,6 +115,20 @@ def _folder_vocabulary(folder: Path) -> Vocabulary:
 
 def ids_by_token(tokenizer: Mapping[str, object]) -> dict[str, int]:
     """Vocabulary and added tokens of a tokenizer.json."""
+    try:
+        ids = _ids_by_token(tokenizer)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        text = f"tokenizer.json: its vocabulary cannot be read ({error!r})"
+        raise ModelError(ModelErrorReason.FILE_CORRUPT, text) from error
+    odd = next(
+        (f"{token!r} has the id {number}" for token, number in ids.items() if not _is_id(number)), None
+    )
+    if odd is not None:
+        raise ModelError(ModelErrorReason.FILE_CORRUPT, f"tokenizer.json: {odd}")
+    return ids
+
+
+def _ids_by_token(tokenizer: Mapping[str, object]) -> dict[str, int]:
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
     ids: dict[str, int] = {}
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -128,9 +150,13 @@ def _named_ids(token: object, ids: Mapping[str, int]) -> set[int]:
 def _as_ids(value: object, folder: Path) -> set[int]:
     """Ids that are given as a number, a list or not at all."""
     values = value if isinstance(value, list) else [value] if value is not None else []
-    if not all(isinstance(number, int) and number >= 0 for number in values):
+    if not all(_is_id(number) for number in values):
         raise ModelError(ModelErrorReason.INVALID_CONFIG, f"{folder}: token id {value!r} is no id")
     return set(values)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_IDS
 
 
 def read_json(path: Path) -> dict[str, object]:
