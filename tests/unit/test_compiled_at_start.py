@@ -80,7 +80,7 @@ def asked_at_start(runner: CudaRunner, max_running: int, max_step_tokens: int) -
     keys = LaunchKeys()
     width = runner.page_table.slots.shape[1]
     limits = {"max_step_tokens": max_step_tokens, "max_running": max_running}
-    steps = warm_steps(**limits, row_width=width, dummy_row=max_running)
+    steps = warm_steps(**limits, max_context=width, dummy_row=max_running)
     with launches_recorded(keys), torch.inference_mode():
         runner._run_every_kernel(steps)
     return keys

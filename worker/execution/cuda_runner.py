@@ -112,12 +112,7 @@ class CudaRunner(TorchRunner):
         if self._device.type != "cuda":
             return
         config = self._config
-        steps = warm_steps(
-            max_step_tokens=config.max_step_tokens,
-            max_running=config.max_running,
-            row_width=self.page_table.slots.shape[1],
-            dummy_row=config.max_running,
-        )
+        steps = self.warm_steps()
         if self._attention.name == "triton":  # a library's kernels would run, on what ours did not compute
             asking = log_phase(log, "ask_for_kernels")  # the compilers begin at its end
             with log_phase(log, "compile"), compiling(self._device), asking, self._fused.shallow():
@@ -134,6 +129,16 @@ class CudaRunner(TorchRunner):
             self._draw_dummies()
             self.token_pool.ids[config.max_running] = 0  # the dummy row feeds token 0
             torch.cuda.synchronize()
+
+    def warm_steps(self) -> list[Step]:
+        """Eager steps of all sizes, in the dummy row."""
+        config, width = self._config, self.page_table.slots.shape[1]
+        return warm_steps(
+            max_step_tokens=config.max_step_tokens,
+            max_running=config.max_running,
+            max_context=min(config.max_context, width),
+            dummy_row=config.max_running,
+        )
 
     def _run_every_kernel(self, steps: Sequence[Step]) -> None:
         """Launches all that requests can need, but for those that only special rows need."""
