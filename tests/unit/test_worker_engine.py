@@ -378,9 +378,32 @@ def test_poisoned_pages_are_never_read(overlap: bool) -> None:
     assert len(poisoned) > 14, "no page was freed twice: the test shows nothing"
 
 
-def test_a_full_device_ends_everything_with_its_reason() -> None:
+def while_capturing(error: Exception) -> Exception:
+    """What the end of a graph's capture raises that this error broke off."""
+    try:
+        try:
+            raise error
+        finally:
+            raise RuntimeError("CUDA error: capturing stream has unjoined work")
+    except RuntimeError as raised:
+        return raised
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfMemoryError("no memory"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        while_capturing(OutOfMemoryError("no memory")),
+    ],
+    ids=["allocation", "graph", "kernel", "capture"],
+)
+def test_a_full_device_ends_everything_with_its_reason(error: Exception) -> None:
+    """Whoever met it: for a graph's and a kernel's own memory torch has another error."""
+
     def fault(stage: str, step: Step) -> BaseException | None:
-        return OutOfMemoryError("no memory") if stage == "sample" and step.number == 5 else None
+        return error if stage == "sample" and step.number == 5 else None
 
     with bench(fault=fault) as b:
         for number in range(1, 4):
