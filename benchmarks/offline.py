@@ -32,9 +32,10 @@ PEAK_SEQUENCES = 256
 
 @dataclass
 class Tally:
-    """Where the host's time went, in seconds."""
+    """What came, and where the host's time went, in seconds."""
 
     steps: int = 0
+    output_tokens: int = 0  # that came; fewer than asked for where a sequence failed
     schedule: float = 0.0
     launch: float = 0.0
     wait: float = 0.0
@@ -75,6 +76,7 @@ class Engine:
         Ids outside the model's vocabulary become others within it.
         """
         scheduler = self._scheduler
+        before = scheduler.counts().output_tokens_total
         prompts = workload.within(self.vocab_size).prompts
         for prompt, count in zip(prompts, workload.output_tokens, strict=True):
             params = SamplingParams(
@@ -91,6 +93,7 @@ class Engine:
         tally = Tally()
         with tally.slowest.watching():
             self._drive(scheduler, tally)
+        tally.output_tokens = scheduler.counts().output_tokens_total - before
         return tally
 
     def forget(self) -> None:
@@ -155,12 +158,13 @@ class Engine:
 
 
 def measure(engine: Engine, workload: Workload) -> dict[str, object]:
-    """One workload, once, with an empty prefix cache."""
+    """One workload, once, with an empty prefix cache. AssertionError when tokens are missing."""
     engine.forget()
     began = time.perf_counter()
     tally = engine.run(workload)
     seconds = time.perf_counter() - began
-    tokens = sum(workload.output_tokens)
+    tokens = tally.output_tokens
+    assert tokens == sum(workload.output_tokens), f"{tokens} tokens of {sum(workload.output_tokens)}"
     return {
         "workload": workload.name,
         "tokens_per_second": round(tokens / seconds, 1),

@@ -15,7 +15,7 @@ from kernels.plan_buffers import PlanBuffers, new_event
 
 _FLOAT_BYTES = 256 << 20  # partial results of split contexts
 _INT_BYTES = 8 << 20  # a schedule; FlashInfer's own size
-_PLANS_IN_FLIGHT = 6  # two a step, and no more than three steps are ever queued
+_PLANS_IN_FLIGHT = 6  # three a step, one for its last layer, and no more than two steps are ever queued
 _INT32 = torch.int32
 
 

@@ -181,6 +181,13 @@ ELSEWHERE = [
         _unit("torch_runner"),
     ),
     Fault(
+        "a worker whose device is lost breaks one request after another",
+        ENGINE,
+        "        self._runner.read_rows([0], [1])\n",
+        "",
+        _unit("worker_engine"),
+    ),
+    Fault(
         "a step that runs again goes on with what void steps left of its rows",
         "worker/isolation.py",
         "row_starts=[each for each in step.row_starts if each.row == row] if start is None else [start],",

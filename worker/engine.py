@@ -303,7 +303,8 @@ class Engine:
     def _isolate(self, error: Exception) -> None:
         """A step raised: all steps in flight run again span by span, and only who breaks one ends.
 
-        Steps behind the broken one are void, too: they read tokens that it did not write.
+        Steps behind the broken one are void, too: they read tokens that it did not write. Raises when the
+        device answers nothing any more: that is no sequence's fault.
         """
         log_event(logger, logging.ERROR, "step_failed", step=self._in_flight[0].step.number, why=repr(error))
         if is_out_of_memory(error):
@@ -313,6 +314,8 @@ class Engine:
                 behind.handle.result()
             except Exception as later:
                 log_event(logger, logging.ERROR, "step_failed", step=behind.step.number, why=repr(later))
+        # Errors of CUDA may stay: then this raises, as every step to come would, and the worker ends.
+        self._runner.read_rows([0], [1])
         while self._in_flight:
             launched = self._in_flight[0]
             try:

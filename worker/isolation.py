@@ -17,11 +17,20 @@ NO_TOKEN_ID = -1
 """Stands for the token of a span that failed; nobody reads it."""
 
 OUT_OF_MEMORY_NAMES = frozenset({"OutOfMemoryError", "MemoryError"})
+OUT_OF_MEMORY_TEXTS = ("CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
+"""Of what is no allocation of torch's: a graph, pinned memory, a kernel that is loaded."""
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device is full: by name, since the engine imports no torch."""
-    return any(kind.__name__ in OUT_OF_MEMORY_NAMES for kind in type(error).__mro__)
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether the device is full: by name, since the engine imports no torch, or by text. Also where that
+    broke off something, as a graph's capture, whose end then raised an error of its own.
+    """
+    while error is not None:
+        names = {kind.__name__ for kind in type(error).__mro__}
+        if names & OUT_OF_MEMORY_NAMES or any(text in str(error) for text in OUT_OF_MEMORY_TEXTS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def one_span(step: Step, span: int, start: RowStart | None) -> Step:

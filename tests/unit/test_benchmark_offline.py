@@ -10,6 +10,9 @@ from benchmarks.offline import Engine, measure
 from benchmarks.serving_marks import Marks
 from benchmarks.workloads import fixed
 from worker.config import WorkerConfig
+from worker.execution.runner import StepHandle
+from worker.execution.torch_runner import TorchRunner
+from worker.scheduling.step import Step, StepResult
 
 
 @pytest.fixture
@@ -63,3 +66,33 @@ def test_ids_outside_the_vocabulary_are_answered_with_others(engine: Engine) -> 
     row = measure(engine, workload)
     assert row["output_tokens"] == 8
     assert row["slowest_turns"]["decode"][0]["launched"] == {"rows": 2, "tokens": 2}
+
+
+class NoNumbers:
+    """A step that is over, and all of whose spans have failed."""
+
+    is_replayed = False
+
+    def __init__(self, step: Step, handle: StepHandle) -> None:
+        failed = dict.fromkeys(range(len(step.rows)), "non-finite logits")
+        self._result = handle.result()._replace(failed=failed)
+
+    def is_ready(self) -> bool:
+        return True
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+def test_a_pass_that_lost_tokens_is_no_figure(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that failed made its pass shorter, and was counted as if it had been answered."""
+    launch = TorchRunner.launch
+    monkeypatch.setattr(TorchRunner, "launch", lambda runner, step: NoNumbers(step, launch(runner, step)))
+    assert engine.run(fixed(2, 24, 4)).output_tokens == 0
+    with pytest.raises(AssertionError, match="0 tokens of 8"):
+        measure(engine, fixed(2, 24, 4))
+
+
+def test_what_came_is_counted(engine: Engine) -> None:
+    assert engine.run(fixed(2, 24, 4)).output_tokens == 8
+    assert engine.run(fixed(1, 24, 3, seed=2)).output_tokens == 3

@@ -80,7 +80,7 @@ def asked_at_start(runner: CudaRunner, max_running: int, max_step_tokens: int) -
     keys = LaunchKeys()
     width = runner.page_table.slots.shape[1]
     limits = {"max_step_tokens": max_step_tokens, "max_running": max_running}
-    steps = warm_steps(**limits, row_width=width, dummy_row=max_running)
+    steps = warm_steps(**limits, max_context=width, dummy_row=max_running)
     with launches_recorded(keys), torch.inference_mode():
         runner._run_every_kernel(steps)
     return keys
@@ -152,6 +152,22 @@ def test_no_mix_of_decodes_and_prompts_needs_a_kernel_that_the_start_did_not_ask
     assert used.missing_in(asked) == []
     kernels = {parts["kernel"] for parts in used.seen.values()}
     assert len(kernels) >= 6, f"steps launched {sorted(kernels)} alone"
+
+
+def test_beside_a_library_no_graph_of_decode_steps_is_the_first_to_need_a_kernel() -> None:
+    """The draw with filters was compiled in the capture of the first batch that had any."""
+    runner = new_runner(64, 1024)
+    asked, used = LaunchKeys(), LaunchKeys()
+    with torch.inference_mode():
+        with launches_recorded(asked):
+            runner.run_bodies()
+        with launches_recorded(used):
+            for size in runner.graphs.sizes:
+                runner.graphs.body(size, True)
+                runner.graphs.body(size, False)
+    assert used.missing_in(asked) == []
+    draws = {parts["HAS_FILTERS"] for parts in used.seen.values() if "HAS_FILTERS" in parts}
+    assert len(draws) == 2
 
 
 def test_a_key_knows_alignment_and_kinds_of_numbers() -> None:

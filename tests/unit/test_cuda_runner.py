@@ -21,7 +21,6 @@ from kvatlas.constraints.text import ConstraintText
 from worker.execution.cuda_runner import CudaRunner
 from worker.execution.invariant_runner import InvariantRunner
 from worker.execution.torch_runner import RunnerConfig, TorchRunner
-from worker.execution.warm_steps import warm_steps
 from worker.ids import SequenceId
 from worker.model.toy import toy_config, toy_model
 from worker.pages.page_cache import CacheConfig
@@ -206,12 +205,9 @@ def test_new_pages_of_a_decode_step_are_in_the_table_before_it(num_pages, monkey
 def test_warm_steps_touch_the_dummy_row_and_the_dummy_page_alone():
     """S1-31: what runs before the first request leaves every page and every other row as it was."""
     backend = TritonBackend(CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CONTEXT)
-    runner = CudaRunner(MODEL, backend, config(), CPU)
+    runner = CudaRunner(MODEL, backend, replace(config(), max_step_tokens=16), CPU)
     pages = runner.kv_pool.buffer[:, :, :NUM_PAGES].clone()
-    width = runner.page_table.slots.shape[1]
-    steps = warm_steps(
-        max_step_tokens=16, max_running=MAX_RUNNING, row_width=width, dummy_row=runner.page_table.dummy_row
-    )
+    steps = runner.warm_steps()
     assert {step.num_decode > 0 for step in steps} == {False, True}
     with torch.inference_mode():
         for step in steps[-1:]:
@@ -220,6 +216,16 @@ def test_warm_steps_touch_the_dummy_row_and_the_dummy_page_alone():
     assert torch.equal(runner.kv_pool.buffer[:, :, :NUM_PAGES].isnan(), pages.isnan())
     assert runner.token_pool.ids[:MAX_RUNNING].count_nonzero() == 0
     assert runner.kv_pool.damaged_dummy_slots() == [0]
+
+
+@pytest.mark.parametrize(("max_context", "longest"), [(50, 50), (64, 64), (200, 96)])
+def test_warm_steps_stay_within_the_positions_of_the_model(max_context: int, longest: int) -> None:
+    """Rows are of 64 or 96 entries: past the longest context the model's table of angles was read."""
+    backend = TritonBackend(CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CONTEXT)
+    sizes = replace(config(), max_context=max_context, max_step_tokens=128)
+    runner = CudaRunner(MODEL, backend, sizes, CPU)
+    assert runner.page_table.slots.shape[1] >= longest
+    assert max(max(step.ends) for step in runner.warm_steps()) == longest
 
 
 class RecordedGraph:

@@ -21,10 +21,10 @@ from kernels.invariant_backend import InvariantBackend
 from kernels.invariant_matmul import invariant_matmul
 from kernels.testing import PagedProblem, random_paged_problem
 from worker.config import ConfigError, WorkerConfig
-from worker.execution.invariant_runner import InvariantRunner, merged
+from worker.execution.invariant_runner import InvariantRunner
 from worker.execution.logprobs import token_logprobs
 from worker.execution.prompt_graphs import PromptGraphs
-from worker.execution.sampler import Sampled
+from worker.execution.sampler import Sampled, merged
 from worker.execution.torch_runner import RunnerConfig
 from worker.ids import SequenceId
 from worker.model.fused import FusedModel

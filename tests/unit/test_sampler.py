@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.library import cpu_library
+from worker.execution.constraint_masks import StepMasks
 from worker.execution.cpu_sampler import CpuSampler
-from worker.execution.sampler import Filters, Sampled, Sampler, kept_candidates
+from worker.execution.sampler import ROWS_AT_ONCE, Filters, Sampled, Sampler, kept_candidates
 from worker.execution.sampling_state import SamplingState, any_of
 from worker.ids import Row, SequenceId
 from worker.scheduling.sampling import SamplingParams
@@ -487,6 +488,37 @@ def test_equal_alternatives_come_by_id() -> None:
     record = sampled.logprobs.to_host([4])[0]
     assert [token for token, _ in record.alternatives][:2] == [20, 60]
     assert record.rank == 1
+
+
+def test_a_step_of_many_rows_is_that_of_each_of_them() -> None:
+    """They are drawn some at a time: with masks, log-probabilities, and a row without numbers at the end."""
+    params = [
+        SamplingParams(temperature=0.9 * (row % 2), seed=row, logprobs=row % 4 if row % 3 == 0 else None)
+        for row in range(2 * ROWS_AT_ONCE + 3)
+    ]
+    logits = draw_logits(len(params))
+    logits[-1, 0] = NAN
+    only = {0: 7, ROWS_AT_ONCE - 1: 8, ROWS_AT_ONCE: 40, len(params) - 2: 96}  # allowed token, by row
+    words = np.zeros((len(only), -(-VOCAB // 32)), np.int32)
+    for line, token in enumerate(only.values()):
+        words[line, token // 32] = np.uint32(1 << token % 32).astype(np.int32)
+    ends = np.full(len(params), 3, np.int32)
+    whole = Rows(*params).sampler.sample(
+        logits.clone(), np.arange(len(params), dtype=np.int32), ends, StepMasks(list(only), words, {})
+    )
+    for row, token in only.items():
+        assert int(whole.ids[row]) == token
+    assert whole.is_finite.tolist() == [True] * (len(params) - 1) + [False]
+    assert whole.logprob_indexes == list(range(0, len(params), 3))
+    assert whole.logprobs is not None
+    records = dict(zip(whole.logprob_indexes, whole.logprobs.to_host(whole.logprob_counts), strict=True))
+    alone = Rows(*params).sampler
+    for row in set(range(len(params) - 1)) - only.keys():
+        at = slice(row, row + 1)
+        one = alone.sample(logits[at].clone(), np.array([row], np.int32), ends[at])
+        assert int(one.ids[0]) == int(whole.ids[row]), row
+        if one.logprobs is not None:
+            assert one.logprobs.to_host(one.logprob_counts) == [records[row]]
 
 
 def test_no_logprobs_cost_nothing() -> None:

@@ -60,6 +60,7 @@ class BreakingRunner(FakeRunner):
         super().__init__(model=MODEL, lazy=True, fail=self._is_not_a_number, **sizes)  # type: ignore[arg-type]
         self.fault = fault
         self.lies = False
+        self.is_lost = False  # the device answers nothing any more
         self.not_a_number: tuple[int, int] | None = None  # sequence, position
 
     def _is_not_a_number(self, sequence_id: SequenceId, position: int) -> str | None:
@@ -77,6 +78,8 @@ class BreakingRunner(FakeRunner):
         return result
 
     def read_rows(self, rows: list[int], num_slots: list[int]) -> list[list[int]]:
+        if self.is_lost:
+            raise RuntimeError("an illegal memory access was encountered")
         found = super().read_rows(rows, num_slots)
         return [[slot + 1 for slot in row] for row in found] if self.lies else found
 
@@ -375,9 +378,32 @@ def test_poisoned_pages_are_never_read(overlap: bool) -> None:
     assert len(poisoned) > 14, "no page was freed twice: the test shows nothing"
 
 
-def test_a_full_device_ends_everything_with_its_reason() -> None:
+def while_capturing(error: Exception) -> Exception:
+    """What the end of a graph's capture raises that this error broke off."""
+    try:
+        try:
+            raise error
+        finally:
+            raise RuntimeError("CUDA error: capturing stream has unjoined work")
+    except RuntimeError as raised:
+        return raised
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfMemoryError("no memory"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        while_capturing(OutOfMemoryError("no memory")),
+    ],
+    ids=["allocation", "graph", "kernel", "capture"],
+)
+def test_a_full_device_ends_everything_with_its_reason(error: Exception) -> None:
+    """Whoever met it: for a graph's and a kernel's own memory torch has another error."""
+
     def fault(stage: str, step: Step) -> BaseException | None:
-        return OutOfMemoryError("no memory") if stage == "sample" and step.number == 5 else None
+        return error if stage == "sample" and step.number == 5 else None
 
     with bench(fault=fault) as b:
         for number in range(1, 4):
@@ -387,6 +413,28 @@ def test_a_full_device_ends_everything_with_its_reason() -> None:
         assert b.status == EXIT_OUT_OF_MEMORY
     assert set(codes.values()) == {FinishCode.FAILED}
     assert {b.got[number].ends[0].failure for number in codes} == {FailureReason.DEVICE_OUT_OF_MEMORY}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_device_that_is_lost_ends_the_worker_and_all_with_an_answer(
+    overlap: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A CUDA error that stays: the worker lived on, had time for every request, and broke them all."""
+
+    def fault(stage: str, step: Step) -> BaseException | None:
+        b.runner.is_lost |= stage == "sample" and step.number == 5
+        return RuntimeError("an illegal memory access was encountered") if b.runner.is_lost else None
+
+    with bench(EngineSettings(overlap=overlap), fault) as b:
+        for number in range(1, 4):
+            b.add(number, prompt_of(number), max_tokens=50)
+        codes = b.finish(1, 2, 3)
+        b.thread.join(WAIT_SECONDS)
+        assert b.status == EXIT_BUG
+    assert set(codes.values()) == {FinishCode.FAILED}
+    assert {b.got[number].ends[0].failure for number in codes} == {FailureReason.INTERNAL}
+    assert "event=step_failed" in caplog.text
+    assert "event=span_failed" not in caplog.text, "no sequence is looked for where the device is gone"
 
 
 def test_a_bug_of_the_control_plane_ends_all_with_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

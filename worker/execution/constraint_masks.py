@@ -46,6 +46,12 @@ class StepMasks:
         """Each row's mask alone, for a step that samples row by row."""
         return {index: StepMasks([0], self.words[at : at + 1], {}) for at, index in enumerate(self.indexes)}
 
+    def part(self, first: int, end: int) -> "StepMasks | None":
+        """Of the sampled rows [first, end), where any has one: for a step that samples some at a time."""
+        lines = [line for line, index in enumerate(self.indexes) if first <= index < end]
+        indexes = [self.indexes[line] - first for line in lines]
+        return StepMasks(indexes, self.words[lines], {}) if lines else None
+
 
 @dataclass(slots=True)
 class _Line:

@@ -111,17 +111,13 @@ class CudaRunner(TorchRunner):
         """Compiles, captures and runs what steps of all sizes need, so that no request waits for it."""
         if self._device.type != "cuda":
             return
-        config = self._config
-        steps = warm_steps(
-            max_step_tokens=config.max_step_tokens,
-            max_running=config.max_running,
-            row_width=self.page_table.slots.shape[1],
-            dummy_row=config.max_running,
-        )
-        if self._attention.name == "triton":  # a library's kernels would run, on what ours did not compute
+        steps = self.warm_steps()
+        if self._attention.name == "triton":
             asking = log_phase(log, "ask_for_kernels")  # the compilers begin at its end
             with log_phase(log, "compile"), compiling(self._device), asking, self._fused.shallow():
                 self._run_every_kernel(steps)
+        else:  # a library's kernels would run, on what ours did not compute
+            self.run_bodies()
         if capture:
             with log_phase(log, "capture"):
                 self.graphs.capture_all()
@@ -132,8 +128,25 @@ class CudaRunner(TorchRunner):
             for step in steps:
                 self._run_dummies(step)
             self._draw_dummies()
-            self.token_pool.ids[config.max_running] = 0  # the dummy row feeds token 0
+            self.token_pool.ids[self._config.max_running] = 0  # the dummy row feeds token 0
             torch.cuda.synchronize()
+
+    def warm_steps(self) -> list[Step]:
+        """Eager steps of all sizes, in the dummy row."""
+        config, width = self._config, self.page_table.slots.shape[1]
+        return warm_steps(
+            max_step_tokens=config.max_step_tokens,
+            max_running=config.max_running,
+            max_context=min(config.max_context, width),
+            dummy_row=config.max_running,
+        )
+
+    def run_bodies(self) -> None:
+        """Decode steps that meet the kernels of all their graphs, so that none is loaded in a capture: those
+        of filters are captured while requests run, without a warm-up.
+        """
+        with self._fused.shallow():
+            self.graphs.run_bodies()
 
     def _run_every_kernel(self, steps: Sequence[Step]) -> None:
         """Launches all that requests can need, but for those that only special rows need."""

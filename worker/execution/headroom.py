@@ -1,9 +1,14 @@
 """Memory that the largest step needs beside weights and pages: an upper bound, before anything is loaded.
 
-The first steps of a start run at that size, so a bound that is too low fails there and not under load.
+The first steps of a start run at that size, so a bound that is too low fails there and not under load; but
+for rows that the plain sampler draws, which a start does not have.
 """
 
+from worker.execution.sampler import BYTES_OF_TOKEN, ROWS_AT_ONCE
 from worker.model.config import ModelConfig
+
+HISTORY_BYTES = 15
+"""Of a row and a token: 5 of penalties' tables, which have up to twice the rows and are copied to grow."""
 
 LIBRARIES = 1 << 30
 """Bytes for the libraries' workspaces, kernels and CUDA graphs, measured with room to spare on an H200."""
@@ -16,7 +21,8 @@ def step_bytes(model: ModelConfig, *, max_step_tokens: int, max_running: int, it
     hidden, inner = model.hidden_size, model.intermediate_size
     # Residual and its norm live through a layer; beside them either attention's tensors or those of the MLP.
     per_token = 3 * hidden + max(qkv + 2 * q, 3 * inner)
-    # Logits in the model's dtype, and as fp32 with copies where a request wants more than a plain draw.
-    logits = model.vocab_size * (itemsize + 3 * 4)
+    # Logits in the model's dtype; beside them what requests need that want more than a plain draw.
+    logits = max_running * model.vocab_size * (itemsize + HISTORY_BYTES)
+    drawn = min(max_running, ROWS_AT_ONCE) * model.vocab_size * BYTES_OF_TOKEN
     # Twice: once in the graphs' memory, once in what an eager step of another size leaves cached.
-    return 2 * max_step_tokens * per_token * itemsize + max_running * logits + LIBRARIES
+    return 2 * max_step_tokens * per_token * itemsize + logits + drawn + LIBRARIES

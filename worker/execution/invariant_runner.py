@@ -5,15 +5,11 @@ kernels/invariant_backend.py). Owns what is left: rows drawn by the kernel and r
 are kept apart, and the plain sampler gets each row alone, since torch sums rows of other batches otherwise.
 """
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
 from worker.execution.constraint_masks import StepMasks
 from worker.execution.cuda_runner import CudaRunner
-from worker.execution.logprobs import LogprobTensors
-from worker.execution.sampler import HostRows, Sampled
+from worker.execution.sampler import HostRows, Sampled, merged
 from worker.execution.sampling_state import any_of
 from worker.execution.step_tensors import StepTensors
 
@@ -63,31 +59,3 @@ class InvariantRunner(CudaRunner):
             with_filters=any_of(rows[here], self._filtered_rows),
         )
         return Sampled(ids.long(), is_finite.clone(), [], [], None)
-
-
-def merged(parts: Sequence[Sampled]) -> Sampled:
-    """Outcomes of single rows as that of all of them."""
-    asked = [(i, part) for i, part in enumerate(parts) if part.logprobs is not None]
-    return Sampled(
-        ids=torch.cat([part.ids for part in parts]),
-        is_finite=torch.cat([part.is_finite for part in parts]),
-        logprob_indexes=[i for i, _ in asked],
-        logprob_counts=[count for _, part in asked for count in part.logprob_counts],
-        logprobs=_joined([part.logprobs for _, part in asked if part.logprobs is not None]),
-    )
-
-
-def _joined(parts: Sequence[LogprobTensors]) -> LogprobTensors | None:
-    if not parts:
-        return None
-    width = max(part.top_ids.shape[1] for part in parts)
-
-    def wide(columns: Tensor) -> Tensor:
-        return torch.nn.functional.pad(columns, (0, width - columns.shape[1]))
-
-    return LogprobTensors(
-        chosen=torch.cat([part.chosen for part in parts]),
-        ranks=torch.cat([part.ranks for part in parts]),
-        top_values=torch.cat([wide(part.top_values) for part in parts]),
-        top_ids=torch.cat([wide(part.top_ids) for part in parts]),
-    )

@@ -61,7 +61,10 @@ class Runner(Protocol):
         ...
 
     def read_rows(self, rows: list[int], num_slots: list[int]) -> list[list[int]]:
-        """Copies page table rows back from the device, for the audit: slots [0, num_slots[i]) of rows[i]."""
+        """Copies page table rows back from the device: slots [0, num_slots[i]) of rows[i]; waits for it.
+
+        Raises where the device has failed for good.
+        """
         ...
 
     def begin_read(self, spans: Sequence[RowSpan]) -> RowsRead:

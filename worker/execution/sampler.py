@@ -10,7 +10,9 @@ masks of constraints (log-probabilities are read here), temperature, top-k, top-
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -24,6 +26,10 @@ from worker.execution.on_the_way import to_device
 from worker.execution.sampling_state import NO_LOGPROBS, SamplingState
 
 HostRows = NDArray[np.int32]
+ROWS_AT_ONCE = 32
+"""Drawn together at most: a step of more needs no more memory than these."""
+BYTES_OF_TOKEN = 128
+"""Beside its logit, of a token of each of these rows at most: penalties, noise, a filter that keeps all."""
 _FIRST_CANDIDATES = 256  # of a row with top-p or min-p alone; more only if they do not settle it
 
 
@@ -48,7 +54,7 @@ class Filters:
 
 
 class Sampler:
-    """Draws for all rows of a step at once."""
+    """Draws for the rows of a step, as many at once as ROWS_AT_ONCE says."""
 
     def __init__(self, state: SamplingState) -> None:
         self._state = state
@@ -57,6 +63,16 @@ class Sampler:
         self, logits: Tensor, rows: HostRows, ends: HostRows, masks: StepMasks | None = None
     ) -> Sampled:
         """One token per row, for position ends[i]; logits [num_sampled, >= vocab_size] may be overwritten."""
+        if len(rows) <= ROWS_AT_ONCE:
+            return self._sample(logits, rows, ends, masks)
+        parts = []
+        for first in range(0, len(rows), ROWS_AT_ONCE):
+            here = slice(first, first + ROWS_AT_ONCE)
+            of_part = masks.part(here.start, here.stop) if masks is not None else None
+            parts.append(self._sample(logits[here], rows[here], ends[here], of_part))
+        return merged(parts)
+
+    def _sample(self, logits: Tensor, rows: HostRows, ends: HostRows, masks: StepMasks | None) -> Sampled:
         logits = logits[:, : self._state.vocab_size].float()
         if self._state.has_edits[rows].any():
             logits = self._edit(logits, rows, ends)
@@ -168,6 +184,35 @@ class Sampler:
 
     def _column(self, values: NDArray[np.float32]) -> Tensor:
         return torch.from_numpy(values).to(self._state.device)[:, None]
+
+
+def merged(parts: Sequence[Sampled]) -> Sampled:
+    """Outcomes of some rows each as that of all of them."""
+    firsts = accumulate((len(part.ids) for part in parts), initial=0)
+    asked = [(first, part) for first, part in zip(firsts, parts, strict=False) if part.logprobs is not None]
+    return Sampled(
+        ids=torch.cat([part.ids for part in parts]),
+        is_finite=torch.cat([part.is_finite for part in parts]),
+        logprob_indexes=[first + i for first, part in asked for i in part.logprob_indexes],
+        logprob_counts=[count for _, part in asked for count in part.logprob_counts],
+        logprobs=_joined([part.logprobs for _, part in asked if part.logprobs is not None]),
+    )
+
+
+def _joined(parts: Sequence[LogprobTensors]) -> LogprobTensors | None:
+    if not parts:
+        return None
+    width = max(part.top_ids.shape[1] for part in parts)
+
+    def wide(columns: Tensor) -> Tensor:
+        return torch.nn.functional.pad(columns, (0, width - columns.shape[1]))
+
+    return LogprobTensors(
+        chosen=torch.cat([part.chosen for part in parts]),
+        ranks=torch.cat([part.ranks for part in parts]),
+        top_values=torch.cat([wide(part.top_values) for part in parts]),
+        top_ids=torch.cat([wide(part.top_ids) for part in parts]),
+    )
 
 
 def unpacked(words: Tensor, vocab_size: int) -> Tensor:

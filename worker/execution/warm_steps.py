@@ -16,24 +16,25 @@ MANY_PROMPTS = 256
 """Up to so many tokens that are sampled the last layer's products have kernels by powers of two."""
 
 
-def warm_steps(*, max_step_tokens: int, max_running: int, row_width: int, dummy_row: int) -> list[Step]:
+def warm_steps(*, max_step_tokens: int, max_running: int, max_context: int, dummy_row: int) -> list[Step]:
     """Prompts beside many decodes and beside one, prompts alone, large steps first; many prompts of a few
-    tokens; last a late piece.
+    tokens; last a late piece. No span is longer than `max_context`: behind it a model has no positions,
+    though rows of the page table go on.
 
     Most decodes come first: whatever grows with their number has its size before the others run.
     """
     sizes = list(_halves(max_step_tokens))
     steps = []
     for size, num_decode in _beside_prompts(sizes, max_running):
-        context = min(DECODE_CONTEXT, row_width)
-        spans = [(context - 1, context)] * num_decode + _prompts(size - num_decode, row_width)
+        context = min(DECODE_CONTEXT, max_context)
+        spans = [(context - 1, context)] * num_decode + _prompts(size - num_decode, max_context)
         steps.append(_step(spans, dummy_row, num_decode, max_running))
-    steps += [_step(_prompts(size, row_width), dummy_row, 0, max_running) for size in sizes]
+    steps += [_step(_prompts(size, max_context), dummy_row, 0, max_running) for size in sizes]
     # Of two tokens: where all tokens of a step are sampled none is left out of the last layer.
     for count in _halves(min(MANY_PROMPTS, max_step_tokens // 2, max_running), least=2):
         steps.append(_step([(0, 2)] * count, dummy_row, 0, max_running))
     if sizes:
-        steps.append(_step([_late_piece(row_width)], dummy_row, 0, max_running))
+        steps.append(_step([_late_piece(max_context)], dummy_row, 0, max_running))
     return steps
 
 
@@ -46,12 +47,12 @@ def _beside_prompts(sizes: list[int], max_running: int) -> Iterator[tuple[int, i
         yield from dict.fromkeys((size, min(max_running, count)) for size, count in counts)
 
 
-def _late_piece(row_width: int) -> tuple[int, int]:
+def _late_piece(max_context: int) -> tuple[int, int]:
     """A few tokens late in a long prompt: their keys are split, by kernels that no short prompt needs.
 
     Run at the start, so that the first such prompt compiles nothing while streams wait.
     """
-    end = max(min(SMALLEST, row_width), row_width * 3 // 4)
+    end = max(min(SMALLEST, max_context), max_context * 3 // 4)
     return max(0, end - SMALLEST), end
 
 
