@@ -28,9 +28,9 @@ TIMEOUT_SECONDS = 10.0
 PROGRAMS = ("prometheus", "prometheus-alertmanager")
 
 
-def missing_programs() -> list[str]:
-    """Names of the packages that would have to be installed."""
-    return [name for name in PROGRAMS if not shutil.which(name)]
+def missing_programs(*others: str) -> list[str]:
+    """Packages that would have to be installed; `others`: more programs that are named as theirs."""
+    return [name for name in (*PROGRAMS, *others) if not shutil.which(name)]
 
 
 @dataclass(frozen=True, slots=True)

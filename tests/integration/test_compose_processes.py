@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
     pytest.mark.timeout(240),  # about half a minute on a quiet machine
     pytest.mark.skipif(
-        bool(missing_programs()), reason=f"needs the Debian packages {', '.join(missing_programs())}"
+        bool(missing_programs("wget")),
+        reason=f"needs the Debian packages {', '.join(missing_programs('wget'))}",
     ),
 ]
 

@@ -108,7 +108,7 @@ def test_a_drain_lets_the_running_end_refuses_the_new_and_ends_the_watches(
             assert (refusal.code, refusal.reason) == ("UNAVAILABLE", "DRAINING")
             assert (int(refusal.metadata["tokens_sent"]) > 0) == (call in long)
         drained.result(CALL_SECONDS)
-    assert running.worker.goodbyes == 1
+    wait_until(lambda: running.worker.goodbyes == 1, "the goodbye on the worker")
 
 
 def test_what_outlasts_the_grace_is_told_so(tmp_path: Path) -> None:
@@ -248,7 +248,9 @@ def test_the_socket_is_its_owners_only(process: Process) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_drains_and_exits_with_0_and_leaves_nothing(process: Process, number: int) -> None:
+def test_a_signal_drains_and_exits_with_0_and_leaves_nothing(
+    process: Process, number: int, wait_until: Any
+) -> None:
     stub = generation_pb2_grpc.GenerationServiceStub(process.channel)
     call = stub.StreamGenerate(request_of(**HELD), timeout=CALL_SECONDS)
     next(call)
@@ -261,7 +263,7 @@ def test_a_signal_drains_and_exits_with_0_and_leaves_nothing(process: Process, n
     assert list(call)[-1].WhichOneof("event") == "summary"
     assert process.process.wait(CALL_SECONDS) == 0
     assert not process.socket.exists()
-    assert process.worker.goodbyes == 1
+    wait_until(lambda: process.worker.goodbyes == 1, "the goodbye on the worker")
 
 
 def test_a_second_signal_aborts_the_rest(process: Process) -> None:

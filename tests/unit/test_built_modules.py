@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+import sysconfig
 import textwrap
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+HEADER = Path(sysconfig.get_paths()["include"], "Python.h")
+pytestmark = pytest.mark.skipif(not HEADER.exists(), reason=f"Triton builds with {HEADER}: python3-dev")
 
 # Built and loaded by Triton's own functions. Each file's `launch` answers with a number of its own.
 PROGRAM = """
@@ -58,24 +61,21 @@ def test_threads_get_the_launchers_that_they_asked_for(tmp_path: Path) -> None:
         load_apart()
         load_apart()
         sys.setswitchinterval(1e-6)
-        wrong = []
+        found = []
 
         def keep_loading(number):
-            for _ in range(200):
-                found = load(number % 4).launch()
-                if found != number % 4:
-                    wrong.append((number, found))
+            found.extend((load(number % 4).launch(), number % 4) for _ in range(200))
 
         threads = [threading.Thread(target=keep_loading, args=(number,)) for number in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        print(wrong)
+        print(len(found), sum(mine == wanted for mine, wanted in found))
         """,
         tmp_path,
     )
-    assert printed.strip() == "[]"
+    assert printed.split() == ["1600", "1600"]
 
 
 def test_a_triton_without_that_function_is_left_alone(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def test_events_that_come_during_the_replay_are_not_lost_and_callers_may_leave()
         stage.mirrors.link_fed(cast(Any, link), b"e", link.event_feed(1))
         link.events, told = link.events[:1], link.events  # the worker answered before the last event
         link.replay_gate.set()
+        stage.feed(link)
         page = await staying
         link.events = told
         assert [(event.number, event.type) for event in page.events] == [(1, 1), (2, 5)]
