@@ -89,6 +89,7 @@ def table_of(num_rows: int, pages_each: int, page_size: int) -> Tensor:
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_page_numbers_come_from_the_rows_of_the_page_table(page_size: int) -> None:
+    """M-27, M-28: those of each row up to its length, one after another; slots themselves at page size 1."""
     table = table_of(5, 7, page_size)
     rows, counts = torch.tensor([3, 0, 5, 3], dtype=torch.int32), [7, 1, 1, 4]
     indptr = torch.tensor([0, 7, 8, 9, 13], dtype=torch.int32)

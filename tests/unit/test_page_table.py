@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import reference
 from worker.execution import page_table as page_table_module
 from worker.execution.on_the_way import OnTheWay
-from worker.execution.page_table import PageTable, page_ids_of_rows, ragged_slots, slots_of_pages, table_width
+from worker.execution.page_table import PageTable, slots_of_pages, table_width
 
 CPU = torch.device("cpu")
 
@@ -175,23 +174,3 @@ def test_repointing_a_page_replaces_its_slots() -> None:
     table.write_pages([1, 1], [0, 1], [9, 2])
     table.write_pages([1], [0], [20])
     assert table.read_rows([1], [8]) == [[80, 81, 82, 83, 8, 9, 10, 11]]
-
-
-def test_ragged_slots_are_the_rows_one_after_another() -> None:
-    """M-27: indices = cat(page_table[row, :kv_len])."""
-    table = page_table(page_size=4)
-    table.write_pages([0, 2, 2], [0, 0, 1], [5, 6, 7])
-    rows, kv_lens = torch.tensor([2, 0]), torch.tensor([6, 3])
-    expected = reference.gather_rows(table.slots, rows, kv_lens)
-    assert torch.equal(ragged_slots(table.slots, rows, kv_lens), expected)
-    assert len(ragged_slots(table.slots, rows[:0], kv_lens[:0])) == 0
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_page_numbers_come_back_from_slots(page_size: int) -> None:
-    """M-28: page ids = page_table[row, :max_kv_len:page_size] // page_size."""
-    table = page_table(page_size=page_size)
-    table.write_pages([0, 0, 2, 2], [0, 1, 0, 1], [5, 0, 6, 29])
-    rows = torch.tensor([2, 0])
-    pages = page_ids_of_rows(table.slots, rows, max_kv_len=2 * page_size, page_size=page_size)
-    assert pages.tolist() == [[6, 29], [5, 0]]

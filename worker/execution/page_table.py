@@ -103,21 +103,5 @@ class RowsOnTheWay:
         return [slots[first:end] for first, end in pairwise([0, *self._ends])]
 
 
-def ragged_slots(table: Tensor, rows: Tensor, kv_lens: Tensor) -> Tensor:
-    """The slots of each row's first kv_lens tokens, one row after the other (FlashInfer's `indices`)."""
-    width = int(kv_lens.max()) if kv_lens.numel() else 0
-    columns = torch.arange(width, device=table.device)
-    is_token = columns[None, :] < kv_lens[:, None]
-    return table[rows.long(), :width][is_token]
-
-
-def page_ids_of_rows(table: Tensor, rows: Tensor, *, max_kv_len: int, page_size: int) -> Tensor:
-    """Page numbers of each row up to max_kv_len, [num_rows, pages], for kernels that read page numbers.
-
-    Entries past a row's own length are whatever its row holds there.
-    """
-    return table[rows.long(), :max_kv_len:page_size] // page_size
-
-
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
