@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvatlas.client.channel import DEFAULT_ADDRESS
-from kvatlas.settings import ConfigError, Reader, as_toml, option, range_faults
+from kvatlas.settings import ConfigError, Reader, as_toml, is_port, option, range_faults
 
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 __all__ = ["ConfigError", "DashboardConfig", "from_args", "wants_print"]
@@ -57,7 +57,7 @@ class DashboardConfig:
     def __post_init__(self) -> None:
         faults = range_faults(self)
         host, _, port = self.listen.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
+        if not host or not is_port(port):
             faults.append(f"listen: {self.listen!r} is not host:port")
         for name in ("token_file", "server_ca", "certificate_file", "key_file"):
             path = getattr(self, name)

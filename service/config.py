@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvatlas.seam_keys import SeamFiles, seam_faults
-from kvatlas.settings import ConfigError, Reader, as_toml, option, range_faults, socket_folder
+from kvatlas.settings import ConfigError, Reader, as_toml, is_port, option, range_faults, socket_folder
 
 __all__ = ["ConfigError", "ServiceConfig", "from_args", "wants_print"]
 
@@ -204,5 +204,5 @@ def wants_print(arguments: Sequence[str]) -> bool:
 
 def _address_faults(name: str, address: str) -> list[str]:
     host, _, port = address.rpartition(":")
-    good = bool(host) and port.isdigit() and int(port) < 65536
+    good = bool(host) and is_port(port)
     return [] if good else [f"{name}: {address!r} is not host:port"]

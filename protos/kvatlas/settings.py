@@ -22,6 +22,7 @@ Config = TypeVar("Config", bound="DataclassInstance")
 
 TRUE = frozenset({"1", "true", "yes", "on"})
 FALSE = frozenset({"0", "false", "no", "off"})
+MAX_PORT = 65_535
 LARGEST = 2.0**63  # beyond it no setting means anything, and much of what takes numbers cannot hold them
 
 
@@ -147,6 +148,11 @@ def as_toml(config: "DataclassInstance") -> str:
         f"# {name} is automatic" if value is None else f"{name} = {_toml(value)}"
         for name, value in asdict(config).items()
     )
+
+
+def is_port(text: str) -> bool:
+    """Whether a text is the number of a port: ASCII digits and not many, all else `int` may refuse."""
+    return text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= MAX_PORT
 
 
 def socket_folder(worker_id: str, environment: Mapping[str, str]) -> Path:

@@ -286,7 +286,7 @@ def test_port_0_gives_different_free_ports() -> None:
     assert len({*chosen.values(), 0}) == 3
 
 
-@pytest.mark.parametrize("address", ["nowhere", "host:", "host:x", "host:70000", ":1"])
+@pytest.mark.parametrize("address", ["nowhere", "host:", "host:x", "host:70000", "host:²", ":1"])
 def test_an_address_without_a_port_is_refused(address: str) -> None:
     with pytest.raises(CommandFailed, match="is not host:port"):
         ports.split_address(address)

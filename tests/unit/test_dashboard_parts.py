@@ -458,6 +458,7 @@ def test_flags_win_over_the_environment() -> None:
     ("arguments", "word"),
     [
         (["--listen", "8501"], "listen"),
+        (["--listen", "127.0.0.1:²"], "listen"),
         (["--token-file", "/nowhere/token"], "token_file"),
         (["--max-viewers", "0"], "max_viewers"),
     ],

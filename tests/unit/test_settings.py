@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from kvatlas import settings
-from kvatlas.settings import ConfigError, Reader, as_toml, option, range_faults, socket_folder, state_folder
+from kvatlas.settings import (
+    ConfigError,
+    Reader,
+    as_toml,
+    is_port,
+    option,
+    range_faults,
+    socket_folder,
+    state_folder,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +177,12 @@ def test_a_file_that_is_not_text_is_refused_by_name(tmp_path: Path) -> None:
     path.write_bytes(b"trays = \xff")
     with pytest.raises(ConfigError, match=r"oven\.toml"):
         READER.read(["--config", str(path)], {})
+
+
+def test_a_port_is_a_number_that_a_socket_takes() -> None:
+    assert [text for text in ("0", "80", "00080", "65535") if not is_port(text)] == []
+    for text in ("", "65536", "-1", "+1", "1_0", " 1", "²", "٨٠", "x", "9" * 5000):
+        assert not is_port(text), text
 
 
 def test_only_a_flag_asks_to_print() -> None:
