@@ -21,8 +21,8 @@ from service.text.tokenizer import Tokenizer
 T = TypeVar("T")
 
 OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
-"""Option of a channel. Without it channels of a process to one address share a connection: to a server that was
-killed and started again a new channel goes by the dead one's, until that is found broken.
+"""Option of a channel. Without it channels of a process to one address share a connection: to a server that
+was killed and started again a new channel goes by the dead one's, until that is found broken.
 """
 
 

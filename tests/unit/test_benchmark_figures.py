@@ -113,7 +113,7 @@ def test_a_result_names_files_without_their_folders(tmp_path: Path, monkeypatch:
 
 
 class MovingRange:
-    """Answers as Prometheus does: the range of each query ends, and so begins, one scrape after the last's."""
+    """Answers as Prometheus does: the range of each query ends, and so begins, one scrape later."""
 
     def __init__(self, scrapes: list[dict[str, dict[str, float]]], span: int) -> None:
         self._scrapes, self._span, self._end = scrapes, span, span
