@@ -96,7 +96,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_stage(stage: Stage, lane: Lane, logs: Path, limit_s: float, stopping: threading.Event) -> str:
-    """ok, or what became of each command that is not, or that all tests were skipped; then pytest's counts."""
+    """ok, or what became of each command that is not, or that all tests were skipped; then their counts."""
     deadline = time.monotonic() + limit_s
 
     def outcome_of(name: str) -> str:
