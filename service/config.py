@@ -5,6 +5,7 @@ that does not exist and a value out of its range stop the program with a sentenc
 file of the service that reads the environment.
 """
 
+import math
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -145,6 +146,8 @@ class ServiceConfig:
             faults.append("instance_id: longer than 64 bytes")
         for name in ("ttft_buckets", "itl_buckets", "e2e_buckets"):
             edges = getattr(self, name)
+            if not all(0.0 <= edge < math.inf for edge in edges):  # false for NaN
+                faults.append(f"{name}: an edge is no number of seconds")
             if list(edges) != sorted(set(edges)):
                 faults.append(f"{name}: edges must grow")
         if faults:
