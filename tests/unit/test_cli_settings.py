@@ -72,6 +72,9 @@ def test_lists_come_from_every_source(tmp_path: Path) -> None:
         ("generate = 3", "must be a table"),
         ("[serve]\nrunner = 'gpu'", None),
         ("a = = b", "Invalid value"),
+        ("timeout = 1" + "0" * 400, "timeout: 9.22337e.18 is not in"),
+        ("timeout = 1" + "0" * 5000, "c.toml: Exceeds the limit"),
+        ("a = " + "[" * 3000, "c.toml: maximum recursion"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused_with_the_name(

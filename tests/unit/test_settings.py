@@ -159,6 +159,7 @@ def test_every_option_out_of_its_range_is_named() -> None:
         "guard: -1 is less than 0",
     ]
     assert range_faults(Oven(trays=10)) == ["trays: 10 is more than 9"]
+    assert range_faults(Oven(heat=float(10**30))) == ["heat: 1e+30 is out of range"]
     assert range_faults(Oven(guard=10**30)) == [f"guard: {10**30} is out of range"]
 
 
@@ -170,6 +171,14 @@ def test_help_shows_flags_and_defaults(capsys: pytest.CaptureFixture[str]) -> No
     for part in ("100% is too much (default: 180.0)", "a lamp (default: on)", "OVEN_NAME", "[WHO]", "{bake,"):
         assert part in text
     assert "name; empty: none --light" in text, "an empty default is not shown"
+
+
+def test_a_number_that_no_float_holds_is_out_of_range(tmp_path: Path) -> None:
+    path = tmp_path / "oven.toml"
+    path.write_text(f"heat = -1{'0' * 400}")
+    assert "heat: -9.223372036854776e+18 is out of range" in range_faults(
+        READER.read(["--config", str(path)], {})
+    )
 
 
 def test_a_file_that_is_not_text_is_refused_by_name(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvatlas.cli.option import Command, Option
 from kvatlas.cli.options import COMMANDS, SHARED, options_of
-from kvatlas.settings import OneLineParser, no_such_setting
+from kvatlas.settings import LARGEST, OneLineParser, no_such_setting
 
 PREFIX = "KVATLAS_"
 TRUE = frozenset({"1", "true", "yes", "on"})
@@ -174,7 +174,7 @@ def _from_file(path: Path, command: Command) -> dict[str, Any]:
         table = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also UTF-8's, and of what is too long or too deep
         raise ConfigError(f"config {path}: {error}") from None
     shared = {option.name: option for option in SHARED if not option.is_secret}
     given = table.keys() - COMMANDS.keys()
@@ -217,7 +217,7 @@ def _typed(option: Option, value: Any, where: str) -> Any:
         single = replace(option, is_list=False)
         return [_typed(single, item, where) for item in value]
     if option.kind is float and type(value) is int:
-        value = float(value)
+        value = float(max(-LARGEST, min(value, LARGEST)))  # a float may hold no more; it is out of range
     if option.is_list or type(value) is not option.kind:
         wanted = "a list" if option.is_list else _KIND_NAMES[option.kind]
         raise ConfigError(f"{where} = {value!r} is not {wanted}")
