@@ -1,5 +1,6 @@
 """Downloads of recordings: whole, in order, and on from where they broke off."""
 
+import os
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -76,6 +77,39 @@ def test_one_that_never_gets_on_is_given_up(serve: Any, tmp_path: Path) -> None:
     with Recorder(serve(servicer)) as recorder, pytest.raises(Unavailable, match="gone"):
         recorder.download("r1", tmp_path / "file")
     assert len(servicer.first_bytes) == 1, "nothing was known of it yet"
+
+
+@pytest.mark.parametrize(("pieces", "broken"), [(0, 1), (3, 1)])
+def test_a_download_that_fails_leaves_the_file_that_was_there(
+    serve: Any, tmp_path: Path, pieces: int, broken: int
+) -> None:
+    """The last recording was gone when the next one could not be fetched."""
+    path = tmp_path / "file"
+    path.write_bytes(b"the last one")
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with Recorder(serve(Breaking(pieces, broken))) as recorder:
+        with pytest.raises((Unavailable, KeyboardInterrupt)):
+            recorder.download("r1", path, on_progress=interrupt)
+        assert path.read_bytes() == b"the last one"
+        assert list(tmp_path.iterdir()) == [path]
+        recorder.download("r1", path)
+    assert path.read_bytes() == DATA
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_download_follows_a_link_and_fills_a_device(serve: Any, tmp_path: Path) -> None:
+    link, file = tmp_path / "link", tmp_path / "file"
+    link.symlink_to(file)
+    with Recorder(serve(Breaking(0, 0))) as recorder:
+        recorder.download("r1", link)
+        recorder.download("r1", Path(os.devnull))
+        with pytest.raises(IsADirectoryError):
+            recorder.download("r1", tmp_path)
+    assert (link.is_symlink(), file.read_bytes()) == (True, DATA)
+    assert Path(os.devnull).is_char_device()
 
 
 def test_a_server_without_admin_service_says_so(serve: Any) -> None:

@@ -125,9 +125,6 @@ def _profile(admin: Admin, settings: Namespace) -> Answer:
         admin.download_profile(profile.file_name, path, worker_id=settings.worker_id)
     except OSError as error:
         raise CommandFailed(f"cannot write {path}: {error.strerror}", USAGE) from None
-    except BaseException:  # an interrupt as well: half a file is none
-        path.unlink(missing_ok=True)
-        raise
     return {"file": str(path), "steps": profile.steps}, f"{path}: {counted(profile.steps, 'step')}"
 
 

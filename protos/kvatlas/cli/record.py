@@ -130,8 +130,5 @@ def _get(recorder: Recorder, settings: Namespace) -> None:
             )
     except OSError as error:
         raise CommandFailed(f"cannot write {path}: {error.strerror}", USAGE) from None
-    except BaseException:  # an interrupt as well: half a file is none
-        path.unlink(missing_ok=True)
-        raise
     print(f"{path}: {info.byte_count:,} bytes of {info.recording_id}", file=sys.stderr)
     print(path)

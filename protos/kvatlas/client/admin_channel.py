@@ -3,10 +3,11 @@
 The admin listener is another address than that of the other services.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import grpc
 
@@ -66,7 +67,7 @@ class AdminChannel:
         """Pieces of a file into `path`; `size_of` the first piece of a call is that of the whole file."""
         size: int | None = None
         failures = 0
-        with path.open("wb") as file:
+        with _whole_or_not(path) as file:
             while size is None or request.first_byte < size:
                 before, is_first = request.first_byte, True
                 call = method(request, timeout=timeout_seconds, metadata=self._target.metadata())
@@ -83,3 +84,22 @@ class AdminChannel:
                         raise failure from None
                 finally:
                     call.cancel()
+
+
+@contextmanager
+def _whole_or_not(path: Path) -> Iterator[IO[bytes]]:
+    """A file that is there once the block has ended well; until then what had its name stays."""
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:  # a device or a pipe takes what comes; a folder says that it is one
+            yield file
+        return
+    target = path.resolve()
+    aside = target.with_name(f"{target.name}.part")
+    with aside.open("wb") as file:
+        try:
+            yield file
+            file.flush()
+            aside.replace(target)
+        except BaseException:  # an interrupt as well: half a file is none
+            aside.unlink(missing_ok=True)
+            raise
