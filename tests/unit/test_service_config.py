@@ -57,8 +57,16 @@ def test_a_bad_setting_stops_the_program_with_its_name(
 
 @pytest.mark.parametrize(
     "text",
-    ["nothing = 1", "grace = true", "grace = 'x'", "workers = 'ipc:///a'", "max_calls = 1.5", "= 3"]
-    + ["grace = 1" + "0" * 5000, "x = " + "[" * 3000],
+    [
+        "nothing = 1",
+        "grace = true",
+        "grace = 'x'",
+        "workers = 'ipc:///a'",
+        "max_calls = 1.5",
+        "= 3",
+        "grace = 1" + "0" * 5000,
+        "x = " + "[" * 3000,
+    ],
     ids=lambda text: text[:20],
 )
 def test_a_file_with_an_unknown_name_or_a_wrong_type_is_refused(tmp_path: Path, text: str) -> None:
