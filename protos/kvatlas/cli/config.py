@@ -73,6 +73,9 @@ def build_parser() -> argparse.ArgumentParser:
 def prepare_environment() -> None:
     """What gRPC and the terminal need before they are loaded: no log lines of C-core among our own."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by who started us
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # for as long as the process lives
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 gets ?, not a traceback
