@@ -305,6 +305,36 @@ def test_a_piped_table_cuts_no_name_and_wraps_no_line(capsys: pytest.CaptureFixt
     assert lines[2].split() == ["b", "22"]
 
 
+def test_words_in_brackets_and_between_colons_are_shown_as_they_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A note with a closing bracket ended `record list` with a traceback, other words were left out."""
+    notes = ["slow [since noon]", "[/x]", ":warning: [red]hot"]
+    print_table(("recording", "note"), [("r", note) for note in notes], numbers=())
+    assert [line[1:].strip() for line in capsys.readouterr().out.splitlines()[1:]] == notes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "complaint"),
+    [
+        ("pull random:tiny >&- 2>&- <&-", 0, ""),
+        ("pull random:tiny > /dev/full", 1, "kvatlas: [Errno 28] No space left on device\n"),
+        ("pages --address $'\\xff:1'", 2, "kvatlas: a text that was given is not UTF-8\n"),
+        ("generate --address 127.0.0.1:1 <<< $'\\xff'", 2, "kvatlas: a text that was given is not UTF-8\n"),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_no_traceback(arguments: str, code: int, complaint: str) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"'{sys.executable}' -m kvatlas.cli {arguments}"],
+        env={"PYTHONPATH": str(ROOT / "protos"), "LC_ALL": "C.UTF-8"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (code, complaint)
+
+
 def test_a_narrow_terminal_cuts_no_number(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
