@@ -4,13 +4,12 @@ Starts both as modules in processes of their own and imports none of them. Owns 
 sockets (mode 0700) and their ports.
 """
 
+import http.client
 import json
 import os
 import shutil
 import sys
 import time
-import urllib.error
-import urllib.request
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -152,12 +151,15 @@ def _command(module: str, flags: dict[str, object], more: Sequence[str] | None) 
 
 
 def _is_ready(metrics_port: int) -> bool:
-    """The service says that a worker is warm: it answers 200 on /readyz."""
+    """The service says that a worker is warm: it answers 200 on /readyz. Without the environment's proxy."""
+    connection = http.client.HTTPConnection(LOOPBACK, metrics_port, timeout=1)
     try:
-        with urllib.request.urlopen(f"http://{LOOPBACK}:{metrics_port}/readyz", timeout=1) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
+        connection.request("GET", "/readyz")
+        return connection.getresponse().status == 200
+    except (http.client.HTTPException, OSError):
         return False
+    finally:
+        connection.close()
 
 
 def _ready_line(place: Place, seconds: float) -> str:
