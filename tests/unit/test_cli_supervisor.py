@@ -124,6 +124,61 @@ def test_a_signal_ends_the_children_in_order_and_leaves_none(start: Callable[...
     assert not any(psutil.pid_exists(pid) for pid in run.pids("first") + run.pids("second"))
 
 
+def test_a_signal_that_nohup_ignores_does_not_end_it(tmp_path: Path) -> None:
+    program = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + HARNESS
+    run = Run(tmp_path, "good", "good", program)
+    run.wait_ready()
+    run.process.send_signal(signal.SIGHUP)
+    os.kill(run.pids("second")[0], signal.SIGKILL)  # and it still keeps its children
+    wait_for(lambda: len(run.pids("second")) == 2, "restart")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end()[0] == 0
+
+
+def test_it_goes_on_and_ends_in_order_when_nobody_reads_its_log(start: Callable[..., Run]) -> None:
+    run = start("stubborn")
+    run.wait_ready()
+    assert run.process.stderr is not None
+    run.process.stderr.close()
+    run.process.stderr = None
+    os.kill(run.pids("second")[0], signal.SIGKILL)
+    wait_for(lambda: len(run.pids("second")) == 2, "restart")
+    run.process.send_signal(signal.SIGTERM)
+    run.process.wait(WAIT_SECONDS)
+    assert run.log()[-1] == "second term"
+    assert not any(psutil.pid_exists(pid) for pid in run.pids("first") + run.pids("second")[1:])
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_ready"),
+    [
+        (b"HTTP/1.0 200 OK\r\n\r\n", True),
+        (b"HTTP/1.0 503 no\r\n\r\n", False),
+        (b"SSH-2.0-x\r\n", False),
+        (b"", False),
+    ],
+)
+def test_readiness_is_asked_of_the_service_itself_and_any_answer_is_understood(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes, is_ready: bool
+) -> None:
+    """With http_proxy in the environment the proxy was asked, and a server that was ready given up."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer_once() -> None:
+            with server.accept()[0] as accepted:
+                accepted.recv(4096)
+                accepted.sendall(answer)
+
+        thread = threading.Thread(target=answer_once)
+        thread.start()
+        try:
+            assert serve._is_ready(server.getsockname()[1]) is is_ready
+        finally:
+            with socket.create_connection(server.getsockname()):  # ends the thread if nobody came
+                thread.join()
+
+
 LATE = """
 import os, sys, types
 class Late:

@@ -92,9 +92,11 @@ class Supervisor:
         self._has_signals = False
 
     def install_signals(self) -> None:
-        """SIGINT, SIGTERM and SIGHUP end it in order. Main thread only."""
+        """SIGINT, SIGTERM and SIGHUP end it in order; nohup's SIGHUP does not. Main thread only."""
         self._has_signals = True
         for number in SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             signal.signal(number, lambda got, _frame: self._events.put(signal.Signals(got)))
 
     def watch_parent(self, pid: int) -> None:
@@ -287,6 +289,10 @@ def _ending(code: int) -> str:
 
 
 def print_log(line: str) -> None:
-    """A line to stderr, whole: one write, so that threads do not mix."""
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
+    """A line to stderr, whole: one write, so that threads do not mix.
+
+    Lost where its reader has left or its disk is full: what serves must go on, and end in order.
+    """
+    with contextlib.suppress(OSError):
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
