@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.cli import config, connecting, exits
+from kvatlas.cli import config, connecting, dashboard, exits
 from kvatlas.cli.__main__ import EXTRAS
 from kvatlas.cli.option import Option
 from kvatlas.cli.options import COMMANDS, options_of
@@ -158,6 +158,26 @@ def test_a_missing_file_and_bad_variables_are_refused() -> None:
 
 def test_variables_of_other_commands_and_processes_are_left_alone() -> None:
     config.read(["pages"], {"KVATLAS_TOP_X": "1", "KVATLAS_WORKER_SEED": "1", "KVATLAS_SERVICE_MODEL": "m"})
+
+
+def test_variables_of_the_dashboard_command_do_not_reach_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m dashboard` has the same prefix and calls the service's address `server`."""
+    monkeypatch.setenv("KVATLAS_DASHBOARD_ADDRESS", "127.0.0.1:7")
+    monkeypatch.setenv("KVATLAS_WORKER_SEED", "7")
+    command = dashboard.command_of(config.read(["dashboard"]))
+    assert command[command.index("--server") + 1] == "127.0.0.1:7"
+    assert "KVATLAS_DASHBOARD_ADDRESS" not in config.child_environment()
+    assert config.child_environment()["KVATLAS_WORKER_SEED"] == "7"
+
+
+def test_any_setting_of_a_process_is_given_as_its_flag() -> None:
+    given = ["demo=on", "access_log=OFF", "theme=dark", "ttft_buckets=1,2", "note=a=b"]
+    flags = ["--demo", "--no-access-log", "--theme", "dark", "--ttft-buckets", "1,2", "--note", "a=b"]
+    assert config.setting_flags("--set", given) == flags
+    assert config.setting_flags("--set", None) == []
+    for wrong in ("x", "=on"):
+        with pytest.raises(config.ConfigError, match=f"--set '{wrong}' is not NAME=VALUE"):
+            config.setting_flags("--set", [wrong])
 
 
 def test_a_token_comes_from_the_environment_or_a_file_and_never_from_a_flag(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from kvatlas.cli.options import COMMANDS, SHARED, options_of
 from kvatlas.settings import LARGEST, OneLineParser, no_such_setting
 
 PREFIX = "KVATLAS_"
+DASHBOARD_PREFIX = f"{PREFIX}DASHBOARD_"
 TRUE = frozenset({"1", "true", "yes", "on"})
 FALSE = frozenset({"0", "false", "no", "off"})
 MAX_SOCKET_PATH = 107  # bytes of a unix socket's path on Linux
@@ -87,11 +88,30 @@ def terminal_width() -> int:
 
 
 def child_environment() -> dict[str, str]:
-    """Environment of a process that we start: our own import path, so that it runs from a checkout too."""
-    environment = dict(os.environ)
+    """Environment of a process that we start: our own import path, so that it runs from a checkout too.
+
+    Without the variables of `kvatlas dashboard`, which are flags by now: `python -m dashboard` has the same
+    prefix, and knows some of them by other names.
+    """
+    environment = {name: text for name, text in os.environ.items() if not name.startswith(DASHBOARD_PREFIX)}
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path if path != "")
     environment["PYTHONUNBUFFERED"] = "1"
     return environment
+
+
+def setting_flags(flag: str, given: Sequence[str] | None) -> list[str]:
+    """NAME=VALUE as users wrote them after `flag`, as flags of a process."""
+    flags = []
+    for setting in given or ():
+        name, equals, value = setting.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"{flag} {setting!r} is not NAME=VALUE")
+        name = name.replace("_", "-")
+        if value.lower() in ("on", "true", "off", "false"):
+            flags.append(f"--{'' if value.lower() in TRUE else 'no-'}{name}")
+        else:
+            flags += [f"--{name}", value]
+    return flags
 
 
 def make_runtime_folder() -> Path:

@@ -138,16 +138,7 @@ def _command(module: str, flags: dict[str, object], more: Sequence[str] | None) 
     for name, value in flags.items():
         if value is not None:
             command += [f"--{name}", str(value)]
-    for setting in more or ():
-        name, equals, value = setting.partition("=")
-        if not equals or not name:
-            raise CommandFailed(f"--set-{module} {setting!r} is not NAME=VALUE", USAGE)
-        flag = name.replace("_", "-")
-        if value.lower() in ("on", "true", "off", "false"):
-            command.append(f"--{'' if value.lower() in ('on', 'true') else 'no-'}{flag}")
-        else:
-            command += [f"--{flag}", value]
-    return command
+    return command + config.setting_flags(f"--set-{module}", more)
 
 
 def _is_ready(metrics_port: int) -> bool:
