@@ -1,15 +1,18 @@
 """What the benchmarks make of what they saw: workloads, rates, gaps, the timeline of a start."""
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.observed import PAGE_METRICS, wrong_scrapes
 from benchmarks.record import percentile, write_result
-from benchmarks.serving_cases import first_token_ms, gaps_ms, percentiles, rate
+from benchmarks.serving_cases import Bench, first_token_ms, gaps_ms, offline_case, percentiles, rate
+from benchmarks.stack import Stack
 from benchmarks.startup import table, timeline
 from benchmarks.workloads import HIGHEST_ID, LOWEST_ID, fixed, id_limit, named, published
 from deploy.prometheus.local import Sample
@@ -149,3 +152,24 @@ def test_scrapes_at_the_edges_of_the_range_are_looked_at_whole() -> None:
     del bad[0]["kvatlas_page_events_total"]
     _, wrong = wrong_scrapes(MovingRange(bad, 1), "1s")  # type: ignore[arg-type]
     assert wrong == ["0.0: no kvatlas_page_events_total"]
+
+
+class KeptRequests:
+    """Clients that keep what they were to send, and say that all came at once."""
+
+    def __init__(self) -> None:
+        self.passes: list[list[dict[str, Any]]] = []
+
+    def send(self, requests: list[dict[str, Any]], *, pause: float | None = None) -> list[dict[str, Any]]:
+        self.passes.append(requests)
+        return [{"sent": 0, "times": [1, 2], "counts": [1, r["tokens"] - 1]} for r in requests]
+
+
+def test_the_served_passes_find_nothing_of_each_other_in_the_cache() -> None:
+    """The pass that counts had all its prompts from the one before, the engine beside it none."""
+    clients, pid = KeptRequests(), os.getpid()
+    stack = Stack([], [pid], pid, began=0.0, ready_seconds=0.0)
+    offline_case(Bench(clients, stack, None, 259, 0.05, ()))  # type: ignore[arg-type]  # has their send
+    first, second = ({tuple(r["prompt"][:16]) for r in requests} for requests in clients.passes)
+    assert len(first) == len(second) > 8
+    assert not first & second
