@@ -212,6 +212,13 @@ def test_a_table_has_a_dash_where_an_engine_has_no_pass() -> None:
     ]
 
 
+def test_a_ratio_of_a_table_is_rounded_once() -> None:
+    row = {"workload": "b1", "pass": 1}
+    engines = {"kvatlas": {"rows": [row | {"tokens_per_second": 1.2249}]}}
+    engines["vllm"] = {"rows": [row | {"tokens_per_second": 1.0}]}
+    assert markdown(engines).splitlines()[-1].endswith("| 1.22 |")
+
+
 def test_a_first_token_is_told_in_milliseconds() -> None:
     row = {"workload": "first512", "pass": 1, "tokens_per_second": 400.0}
     engines = {"kvatlas": {"rows": [row]}, "vllm": {"rows": [row | {"tokens_per_second": 100.0}]}}
