@@ -63,6 +63,8 @@ class DashboardConfig:
             path = getattr(self, name)
             if path and not Path(path).is_file():
                 faults.append(f"{name}: no file {path!r}")
+        if self.ready_file and not Path(self.ready_file).absolute().parent.is_dir():
+            faults.append(f"ready_file: no folder for {self.ready_file!r}")
         if bool(self.certificate_file) != bool(self.key_file):
             faults.append("certificate_file and key_file: one without the other")
         if self.certificate_file and not self.server_ca:

@@ -377,6 +377,16 @@ def test_a_ready_file_that_cannot_be_is_told_before_anything_starts(tmp_path: Pa
         serve.run(settings)
 
 
+def test_a_ready_file_of_a_run_before_is_gone_before_anything_starts(tmp_path: Path) -> None:
+    ready = tmp_path / "ready.json"
+    ready.write_text("{}")
+    with pytest.raises(CommandFailed, match="no-such-shape"):
+        serve.run(config.read(["serve", "--model", "random:no-such-shape", "--ready-file", str(ready)], {}))
+    assert not ready.exists()
+    with pytest.raises(CommandFailed, match="cannot write"):
+        serve.run(config.read(["serve", "--ready-file", str(tmp_path)], {}))
+
+
 def test_a_ready_file_appears_whole(tmp_path: Path) -> None:
     place = serve.Place(Path("/tmp/x"), "127.0.0.1:1", "127.0.0.1:2", 3, 4)
     serve._write_ready(tmp_path / "ready.json", place, {"worker": 5})

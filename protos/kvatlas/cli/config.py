@@ -94,7 +94,7 @@ def child_environment() -> dict[str, str]:
     prefix, and knows some of them by other names.
     """
     environment = {name: text for name, text in os.environ.items() if not name.startswith(DASHBOARD_PREFIX)}
-    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path if path != "")
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     environment["PYTHONUNBUFFERED"] = "1"
     return environment
 

@@ -40,8 +40,8 @@ class Place:
 def run(settings: Namespace) -> int:
     """Serves until a signal."""
     started = time.monotonic()
-    if settings.ready_file and not Path(settings.ready_file).absolute().parent.is_dir():
-        raise CommandFailed(f"cannot write {settings.ready_file}: no such folder", USAGE)
+    if settings.ready_file:
+        _forget_ready(Path(settings.ready_file))
     pull(settings.model)
     place = _choose_place(settings)
     try:
@@ -158,6 +158,16 @@ def _ready_line(place: Place, seconds: float) -> str:
         f"ready after {seconds:.1f} s · gRPC {place.address} · metrics"
         f" http://{LOOPBACK}:{place.metrics_port}/metrics and :{place.worker_metrics_port}/metrics"
     )
+
+
+def _forget_ready(path: Path) -> None:
+    """Who waits for the file would take that of a run before for ours. Raises CommandFailed."""
+    if not path.absolute().parent.is_dir():
+        raise CommandFailed(f"cannot write {path}: no such folder", USAGE)
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise CommandFailed(f"cannot write {path}: {error.strerror}", USAGE) from None
 
 
 def _write_ready(path: Path, place: Place, process_ids: dict[str, int]) -> None:
