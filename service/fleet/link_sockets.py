@@ -63,7 +63,7 @@ class ZmqDealer:
         monitor = dealer.get_monitor_socket(EVENTS)
         self._dealer = SocketReader(loop, dealer, lambda frames: on_message(frames[0]))
         self._monitor = SocketReader(loop, monitor, self._hear)
-        dealer.connect(address)
+        _connect(dealer, address)
 
     def send(self, message: bytes) -> bool:
         """Puts a message in the queue; False: that is full."""
@@ -155,7 +155,7 @@ class LinkSockets:
         for topic in self._topics:
             pages.setsockopt(zmq.SUBSCRIBE, topic)
         self._seam.prepare(pages)
-        pages.connect(_reachable(address, self._address))
+        _connect(pages, _reachable(address, self._address))
         self._pages = SocketReader(self._loop, pages, self._take_feed)
 
     def subscribe(self, topic: bytes) -> None:
@@ -182,6 +182,13 @@ class LinkSockets:
     def _take_feed(self, frames: list[bytes]) -> None:
         if len(frames) == 2:
             self._on_feed(frames[0], frames[1])
+
+
+def _connect(socket: "zmq.Socket[bytes]", address: str) -> None:
+    """Without the option libzmq takes [v6]:port without a word, and never connects."""
+    if "[" in address:
+        socket.setsockopt(zmq.IPV6, 1)
+    socket.connect(address)
 
 
 def _reachable(pages_address: str, engine_address: str) -> str:
