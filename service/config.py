@@ -126,6 +126,11 @@ class ServiceConfig:
                 faults.append(
                     f"admin_address: {self.admin_address} is not loopback and asks for no certificate"
                 )
+        faults += [
+            f"{name}: no path in 'unix:'"
+            for name in ("address", "admin_address")
+            if getattr(self, name) == "unix:"
+        ]
         faults += self._tls_faults()
         if self.metrics_address:
             faults += _address_faults("metrics_address", self.metrics_address)

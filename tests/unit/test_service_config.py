@@ -38,6 +38,8 @@ def test_the_printed_config_is_a_file_that_gives_it_again(tmp_path: Path) -> Non
         (["--address", "localhost"], {}, "not host:port"),
         (["--metrics-address", "127.0.0.1:99999"], {}, "not host:port"),
         (["--address", "127.0.0.1:²"], {}, "not host:port"),
+        (["--address", "unix:"], {}, "address: no path"),
+        (["--admin-address", "unix:"], {}, "admin_address: no path"),
         (["--workers", "dns://name:²"], {}, "not host:port"),
         (["--workers", "http://x"], {}, "neither ipc"),
         (["--workers", "ipc:///a,ipc:///a"], {}, "twice"),
