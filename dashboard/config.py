@@ -63,6 +63,11 @@ class DashboardConfig:
             path = getattr(self, name)
             if path and not Path(path).is_file():
                 faults.append(f"{name}: no file {path!r}")
+        faults += [
+            f"allowed_origins: {origin!r} is not http://host or https://host"
+            for origin in self.allowed_origins
+            if not _is_origin(origin)
+        ]
         if self.ready_file and not Path(self.ready_file).absolute().parent.is_dir():
             faults.append(f"ready_file: no folder for {self.ready_file!r}")
         if bool(self.certificate_file) != bool(self.key_file):
@@ -132,3 +137,11 @@ def from_args(arguments: Sequence[str], environment: Mapping[str, str] | None = 
 def wants_print(arguments: Sequence[str]) -> bool:
     """Whether the command line asks to show the config and end."""
     return _READER.wants_print(arguments)
+
+
+def _is_origin(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:  # brackets of an IPv6 address that is none
+        return False

@@ -463,6 +463,8 @@ def test_flags_win_over_the_environment() -> None:
         (["--listen", "8501"], "listen"),
         (["--ready-file", "/nowhere/ready.json"], "ready_file"),
         (["--listen", "127.0.0.1:²"], "listen"),
+        (["--allowed-origins", "https://ours.example,http://[x"], "allowed_origins: 'http://\\[x' is not"),
+        (["--allowed-origins", "ours.example"], "allowed_origins"),
         (["--token-file", "/nowhere/token"], "token_file"),
         (["--max-viewers", "0"], "max_viewers"),
     ],
