@@ -87,7 +87,7 @@ class Outcome:
         tally = self.tally
         lost = tally.ended[Reason.WORKER_LOST]
         failed = tally.opened - tally.ended["whole"] - tally.ended["left"] - lost
-        found = []
+        found = [] if tally.ended["whole"] else ["no stream was read to its end"]
         if lost > LOST_SHARE * tally.opened:
             found.append(f"{lost} of {tally.opened} streams met more losses than a request may")
         if failed:

@@ -42,6 +42,7 @@ PANELS_SECONDS = 45.0  # for the last panel to show data, once the load has run
 MOST_KILLS = 5
 FIRST_SCRAPES = 3  # of each process, before the first
 QUERY_PAUSE, STREAMS_PAUSE = 0.1, 0.005  # seconds between two looks
+PAGE_METRICS = ("kvatlas_pages", "kvatlas_pages_capacity", "kvatlas_page_events_total")
 RULES = [FOLDER / name for name in RULE_FILES]
 
 
@@ -102,30 +103,37 @@ def wait_for_panels(prometheus: Prometheus, seconds: float = PANELS_SECONDS) -> 
     return [place for place, _ in left]
 
 
-def scrapes_of(prometheus: Prometheus, selector: str, span: str) -> dict[float, dict[str, float]]:
-    """Value by state or event, by the time of the scrape: samples of one scrape have one time."""
-    scrapes: dict[float, dict[str, float]] = {}
-    for sample in prometheus.query(f"{selector}[{span}]"):
+def scrapes_of(
+    prometheus: Prometheus, metrics: Sequence[str], span: str
+) -> dict[float, dict[str, dict[str, float]]]:
+    """Values by metric and by state or event, by the time of the scrape: samples of one scrape have one time.
+
+    One query: the next one's range would begin and end later, with other scrapes at its edges.
+    """
+    scrapes: dict[float, dict[str, dict[str, float]]] = {}
+    for sample in prometheus.query(f'{{__name__=~"{"|".join(metrics)}"}}[{span}]'):
         label = sample.labels.get("state") or sample.labels.get("event") or ""
         for at, value in sample.points:
-            scrapes.setdefault(at, {})[label] = value
+            scrapes.setdefault(at, {}).setdefault(sample.labels["__name__"], {})[label] = value
     return scrapes
 
 
 def wrong_scrapes(prometheus: Prometheus, span: str) -> tuple[int, list[str]]:
     """How many scrapes there were, and what in which of them did not add up."""
-    pages = scrapes_of(prometheus, "kvatlas_pages", span)
-    capacity = scrapes_of(prometheus, "kvatlas_pages_capacity", span)
-    events = scrapes_of(prometheus, "kvatlas_page_events_total", span)
+    scrapes = scrapes_of(prometheus, PAGE_METRICS, span)
     wrong = []
-    for at, states in pages.items():
-        if sum(states.values()) != capacity[at][""]:
-            wrong.append(f"{at}: states {states}, capacity {capacity[at]['']:g}")
-        taken = events[at]["allocated"] - events[at]["freed"]
-        not_free = capacity[at][""] - states["reserved"] - states["free"]
+    for at, scrape in scrapes.items():
+        if absent := [name for name in PAGE_METRICS if name not in scrape]:
+            wrong.append(f"{at}: no {', '.join(absent)}")
+            continue
+        states, capacity, events = (scrape[name] for name in PAGE_METRICS)
+        if sum(states.values()) != capacity[""]:
+            wrong.append(f"{at}: states {states}, capacity {capacity['']:g}")
+        taken = events["allocated"] - events["freed"]
+        not_free = capacity[""] - states["reserved"] - states["free"]
         if taken != not_free:
             wrong.append(f"{at}: allocated - freed {taken:g}, usable and not free {not_free:g}")
-    return len(pages), wrong
+    return len(scrapes), wrong
 
 
 def prefix_tokens(prometheus: Prometheus) -> dict[str, int]:

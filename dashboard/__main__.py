@@ -1,6 +1,7 @@
 """`python -m dashboard`: config, app, serve. No logic."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -41,6 +42,9 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(config.printable() + "\n")
         return 0
     _set_up_log(config.log_level)
+    if config.ready_file:
+        with contextlib.suppress(OSError):  # then it cannot be written either, which is told
+            Path(config.ready_file).unlink()  # of a run before: who waits would take it for ours
     try:
         listener = _listen(config)  # before Streamlit is imported, which takes seconds
     except OSError as error:
@@ -110,8 +114,11 @@ async def _tell_when_ready(server: "Server", config: DashboardConfig, port: int)
     if config.ready_file:
         path = Path(config.ready_file)
         aside = path.with_suffix(".new")
-        aside.write_text(json.dumps({"url": url, "port": port, "pid": os.getpid()}))
-        aside.replace(path)
+        try:
+            aside.write_text(json.dumps({"url": url, "port": port, "pid": os.getpid()}))
+            aside.replace(path)
+        except OSError as error:
+            logger.error("event=ready_file_failed why=%r", str(error))
 
 
 async def _watch_parent(pid: int, server: "Server") -> None:

@@ -27,6 +27,7 @@ from kvatlas.client.channel import (
     SERVICE_CONFIG,
     SHORT_TIMEOUT_SECONDS,
     channel_options,
+    direct_options,
 )
 from kvatlas.client.errors import PermissionDenied, from_rpc_error
 from kvatlas.client.events import Event
@@ -269,7 +270,7 @@ class ServiceSource:
         with self._lock:
             key = id(service_config)
             if key not in self._channels:
-                options = [*channel_options(service_config), *patience]
+                options = [*channel_options(service_config), *direct_options([self._address]), *patience]
                 self._channels[key] = (
                     grpc.secure_channel(self._address, self._tls, options)
                     if self._tls is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvatlas.client.channel import DEFAULT_ADDRESS
-from kvatlas.settings import ConfigError, Reader, as_toml, option, range_faults
+from kvatlas.settings import ConfigError, Reader, as_toml, is_port, option, range_faults
 
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 __all__ = ["ConfigError", "DashboardConfig", "from_args", "wants_print"]
@@ -57,12 +57,19 @@ class DashboardConfig:
     def __post_init__(self) -> None:
         faults = range_faults(self)
         host, _, port = self.listen.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
+        if not host or not is_port(port):
             faults.append(f"listen: {self.listen!r} is not host:port")
         for name in ("token_file", "server_ca", "certificate_file", "key_file"):
             path = getattr(self, name)
             if path and not Path(path).is_file():
                 faults.append(f"{name}: no file {path!r}")
+        faults += [
+            f"allowed_origins: {origin!r} is not http://host or https://host"
+            for origin in self.allowed_origins
+            if not _is_origin(origin)
+        ]
+        if self.ready_file and not Path(self.ready_file).absolute().parent.is_dir():
+            faults.append(f"ready_file: no folder for {self.ready_file!r}")
         if bool(self.certificate_file) != bool(self.key_file):
             faults.append("certificate_file and key_file: one without the other")
         if self.certificate_file and not self.server_ca:
@@ -130,3 +137,11 @@ def from_args(arguments: Sequence[str], environment: Mapping[str, str] | None = 
 def wants_print(arguments: Sequence[str]) -> bool:
     """Whether the command line asks to show the config and end."""
     return _READER.wants_print(arguments)
+
+
+def _is_origin(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:  # brackets of an IPv6 address that is none
+        return False

@@ -119,7 +119,7 @@ def read_principals(path: Path) -> Principals:
         table = tomllib.loads(text.decode())
     except UnicodeDecodeError:
         raise AuthFileError(f"{path} is no UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # TOML's, and of a number that is too long
         # The parser's text may quote what it read.
         where = re.search(r"\(at [^()]*\)$", str(error))
         raise AuthFileError(f"{path} is no TOML {where[0] if where else ''}".rstrip()) from None

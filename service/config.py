@@ -5,6 +5,7 @@ that does not exist and a value out of its range stop the program with a sentenc
 file of the service that reads the environment.
 """
 
+import math
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvatlas.seam_keys import SeamFiles, seam_faults
-from kvatlas.settings import ConfigError, Reader, as_toml, option, range_faults, socket_folder
+from kvatlas.settings import ConfigError, Reader, as_toml, is_port, option, range_faults, socket_folder
 
 __all__ = ["ConfigError", "ServiceConfig", "from_args", "wants_print"]
 
@@ -125,6 +126,11 @@ class ServiceConfig:
                 faults.append(
                     f"admin_address: {self.admin_address} is not loopback and asks for no certificate"
                 )
+        faults += [
+            f"{name}: no path in 'unix:'"
+            for name in ("address", "admin_address")
+            if getattr(self, name) == "unix:"
+        ]
         faults += self._tls_faults()
         if self.metrics_address:
             faults += _address_faults("metrics_address", self.metrics_address)
@@ -145,6 +151,8 @@ class ServiceConfig:
             faults.append("instance_id: longer than 64 bytes")
         for name in ("ttft_buckets", "itl_buckets", "e2e_buckets"):
             edges = getattr(self, name)
+            if not all(0.0 <= edge < math.inf for edge in edges):  # false for NaN
+                faults.append(f"{name}: an edge is no number of seconds")
             if list(edges) != sorted(set(edges)):
                 faults.append(f"{name}: edges must grow")
         if faults:
@@ -204,5 +212,5 @@ def wants_print(arguments: Sequence[str]) -> bool:
 
 def _address_faults(name: str, address: str) -> list[str]:
     host, _, port = address.rpartition(":")
-    good = bool(host) and port.isdigit() and int(port) < 65536
+    good = bool(host) and is_port(port)
     return [] if good else [f"{name}: {address!r} is not host:port"]

@@ -13,7 +13,16 @@ from pathlib import Path
 
 from kvatlas.constraints.text import can_compile
 from kvatlas.seam_keys import SeamFiles, seam_faults
-from kvatlas.settings import ConfigError, Reader, as_toml, option, range_faults, socket_folder, state_folder
+from kvatlas.settings import (
+    ConfigError,
+    Reader,
+    as_toml,
+    is_port,
+    option,
+    range_faults,
+    socket_folder,
+    state_folder,
+)
 
 __all__ = ["ConfigError", "WorkerConfig", "from_args", "wants_print"]
 
@@ -192,7 +201,7 @@ class WorkerConfig:
             return None if rest else f"{name}: no path in {address!r}"
         if transport == "tcp":
             host, _, port = rest.rpartition(":")
-            good = bool(host) and (port == "*" or (port.isdigit() and int(port) < 65536))
+            good = bool(host) and (port == "*" or is_port(port))
             return None if good else f"{name}: {address!r} is not tcp://host:port"
         return f"{name}: {address!r} is neither ipc://path nor tcp://host:port"
 

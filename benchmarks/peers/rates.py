@@ -24,14 +24,12 @@ def rates_by_workload(rows: Sequence[Mapping[str, Any]]) -> Rates:
 
 
 def ratios(engines: Mapping[str, Mapping[str, Any]]) -> dict[str, Rates]:
-    """Ours over each peer, where both have passes: `{"vllm": {"b1": {"first": 2.5, "later": 2.1}}}`."""
+    """Ours over each peer, where both have passes, not rounded: `{"vllm": {"b1": {"first": 2.5}}}`."""
     ours = rates_by_workload(engines.get(OURS, {"rows": []})["rows"])
     return {
         peer: {
             workload: {
-                kind: round(ours[workload][kind] / rate, 3)
-                for kind, rate in rates.items()
-                if kind in ours[workload]
+                kind: ours[workload][kind] / rate for kind, rate in rates.items() if kind in ours[workload]
             }
             for workload, rates in rates_by_workload(found["rows"]).items()
             if workload in ours

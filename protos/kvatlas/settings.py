@@ -22,6 +22,7 @@ Config = TypeVar("Config", bound="DataclassInstance")
 
 TRUE = frozenset({"1", "true", "yes", "on"})
 FALSE = frozenset({"0", "false", "no", "off"})
+MAX_PORT = 65_535
 LARGEST = 2.0**63  # beyond it no setting means anything, and much of what takes numbers cannot hold them
 
 
@@ -120,7 +121,7 @@ class Reader(Generic[Config]):
             table = tomllib.loads(path.read_text())
         except OSError as error:
             raise ConfigError(f"config: {path}: {error.strerror}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # also UTF-8's, and of what is too long or too deep
             raise ConfigError(f"config: {path}: {error}") from None
         known = {setting.name: setting.type for setting in fields(self.config)}
         if unknown := table.keys() - known.keys():
@@ -147,6 +148,11 @@ def as_toml(config: "DataclassInstance") -> str:
         f"# {name} is automatic" if value is None else f"{name} = {_toml(value)}"
         for name, value in asdict(config).items()
     )
+
+
+def is_port(text: str) -> bool:
+    """Whether a text is the number of a port: ASCII digits and not many, all else `int` may refuse."""
+    return text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= MAX_PORT
 
 
 def socket_folder(worker_id: str, environment: Mapping[str, str]) -> Path:
@@ -240,7 +246,7 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
     if kind in _LIST_PARTS and isinstance(value, list):
         return tuple(_typed(_LIST_PARTS[kind], item, where) for item in value)
     if kind is float and type(value) is int:
-        return float(value)
+        return float(max(-LARGEST, min(value, LARGEST)))  # a float may hold no more; it is out of range
     if type(value) is kind or (kind == bool | None and type(value) is bool):
         return value
     raise ConfigError(f"{where} = {value!r} is not {_KIND_NAMES[kind]}")

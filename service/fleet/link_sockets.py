@@ -67,7 +67,7 @@ class ZmqDealer:
             raise
         self._dealer = SocketReader(loop, dealer, lambda frames: on_message(frames[0]))
         self._monitor = SocketReader(loop, monitor, self._hear)
-        dealer.connect(address)
+        _connect(dealer, address)
 
     def send(self, message: bytes) -> bool:
         """Puts a message in the queue; False: that is full."""
@@ -164,7 +164,7 @@ class LinkSockets:
         for topic in self._topics:
             pages.setsockopt(zmq.SUBSCRIBE, topic)
         self._seam.prepare(pages)
-        pages.connect(_reachable(address, self._address))
+        _connect(pages, _reachable(address, self._address))
         self._pages = SocketReader(self._loop, pages, self._take_feed)
 
     def subscribe(self, topic: bytes) -> None:
@@ -191,6 +191,13 @@ class LinkSockets:
     def _take_feed(self, frames: list[bytes]) -> None:
         if len(frames) == 2:
             self._on_feed(frames[0], frames[1])
+
+
+def _connect(socket: "zmq.Socket[bytes]", address: str) -> None:
+    """Without the option libzmq takes [v6]:port without a word, and never connects."""
+    if "[" in address:
+        socket.setsockopt(zmq.IPV6, 1)
+    socket.connect(address)
 
 
 def _reachable(pages_address: str, engine_address: str) -> str:

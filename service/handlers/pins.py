@@ -171,7 +171,7 @@ def read_pins(path: Path) -> list[pb.SetPinnedPrefixRequest]:
         if len(text) > MAX_FILE_BYTES:
             raise ConfigError(f"pins: {path} is larger than {MAX_FILE_BYTES} bytes")
         table = tomllib.loads(text.decode())
-    except (OSError, ValueError) as error:  # TOML's and UTF-8's are ValueErrors
+    except (OSError, ValueError, RecursionError) as error:  # TOML's and UTF-8's are ValueErrors
         raise ConfigError(f"pins: {path}: {error}") from None
     entries = table.get("pin")
     if set(table) != {"pin"} or not isinstance(entries, list) or len(entries) > MAX_CONFIGURED:
@@ -183,6 +183,8 @@ def read_pins(path: Path) -> list[pb.SetPinnedPrefixRequest]:
 
 
 def _configured(number: int, entry: Any) -> pb.SetPinnedPrefixRequest:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"pins: pin {number}: is no table")
     try:
         pin = ParseDict(entry, pb.SetPinnedPrefixRequest())
     except ParseError as error:

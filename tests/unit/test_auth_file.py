@@ -64,6 +64,7 @@ def test_certificates_are_found_by_any_of_their_names(tmp_path: Path) -> None:
         ("", "names no"),
         ("x = 1", "no such key: x"),
         ("[[principal]\n", "no TOML"),
+        ("x = 1" + "0" * 5000, "no TOML"),
         ("principal = [1]", "no table"),
         (entry(TOKEN, name="two words"), "name is not"),
         (entry(TOKEN, more="colour = 1"), "no such key: colour"),

@@ -1,15 +1,21 @@
 """What the benchmarks make of what they saw: workloads, rates, gaps, the timeline of a start."""
 
 import json
+import os
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.observed import PAGE_METRICS, wrong_scrapes
 from benchmarks.record import percentile, write_result
-from benchmarks.serving_cases import first_token_ms, gaps_ms, percentiles, rate
+from benchmarks.serving_cases import Bench, first_token_ms, gaps_ms, offline_case, percentiles, rate
+from benchmarks.stack import Stack
 from benchmarks.startup import table, timeline
 from benchmarks.workloads import HIGHEST_ID, LOWEST_ID, fixed, id_limit, named, published
+from deploy.prometheus.local import Sample
 
 NAMES = ("b1", "b8", "b64", "offline256", "first512", "first3584")
 
@@ -107,3 +113,63 @@ def test_a_result_names_files_without_their_folders(tmp_path: Path, monkeypatch:
     found = json.loads(write_result("try", {"a": 1}, ["torch"], tmp_path).read_text())
     assert found["command"].endswith(" --model small.gguf --minutes 3")
     assert (found["name"], found["figures"]) == ("try", {"a": 1})
+
+
+class MovingRange:
+    """Answers as Prometheus does: the range of each query ends, and so begins, one scrape later."""
+
+    def __init__(self, scrapes: list[dict[str, dict[str, float]]], span: int) -> None:
+        self._scrapes, self._span, self._end = scrapes, span, span
+
+    def query(self, expression: str) -> list[Sample]:
+        names = [name for name in PAGE_METRICS if re.search(rf"\b{name}\b", expression)]
+        seen = range(self._end - self._span, self._end)
+        self._end += 1
+        found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        for at in seen:
+            for name in names:
+                for label, value in self._scrapes[at].get(name, {}).items():
+                    found.setdefault((name, label), []).append((float(at), value))
+        key = {"kvatlas_pages": "state", "kvatlas_page_events_total": "event"}
+        return [
+            Sample({"__name__": name} | ({key[name]: label} if label else {}), points)
+            for (name, label), points in found.items()
+        ]
+
+
+def scrape(free: float, allocated: float) -> dict[str, dict[str, float]]:
+    """Of a pool of eight pages, one of them reserved."""
+    states = {"free": free, "active": 7 - free, "reserved": 1.0}
+    events = {"allocated": allocated, "freed": allocated - (7 - free)}
+    return dict(zip(PAGE_METRICS, (states, {"": 8.0}, events), strict=True))
+
+
+def test_scrapes_at_the_edges_of_the_range_are_looked_at_whole() -> None:
+    good = [scrape(free=float(n), allocated=9.0) for n in range(6)]
+    assert wrong_scrapes(MovingRange(good, 3), "3s") == (3, [])  # type: ignore[arg-type]  # has its query
+    bad = [scrape(3.0, 9.0), scrape(3.0, 9.0) | {"kvatlas_pages_capacity": {"": 9.0}}, {}, {}, {}]
+    assert len(wrong_scrapes(MovingRange(bad, 2), "2s")[1]) == 2  # type: ignore[arg-type]
+    del bad[0]["kvatlas_page_events_total"]
+    _, wrong = wrong_scrapes(MovingRange(bad, 1), "1s")  # type: ignore[arg-type]
+    assert wrong == ["0.0: no kvatlas_page_events_total"]
+
+
+class KeptRequests:
+    """Clients that keep what they were to send, and say that all came at once."""
+
+    def __init__(self) -> None:
+        self.passes: list[list[dict[str, Any]]] = []
+
+    def send(self, requests: list[dict[str, Any]], *, pause: float | None = None) -> list[dict[str, Any]]:
+        self.passes.append(requests)
+        return [{"sent": 0, "times": [1, 2], "counts": [1, r["tokens"] - 1]} for r in requests]
+
+
+def test_the_served_passes_find_nothing_of_each_other_in_the_cache() -> None:
+    """The pass that counts had all its prompts from the one before, the engine beside it none."""
+    clients, pid = KeptRequests(), os.getpid()
+    stack = Stack([], [pid], pid, began=0.0, ready_seconds=0.0)
+    offline_case(Bench(clients, stack, None, 259, 0.05, ()))  # type: ignore[arg-type]  # has their send
+    first, second = ({tuple(r["prompt"][:16]) for r in requests} for requests in clients.passes)
+    assert len(first) == len(second) > 8
+    assert not first & second

@@ -1,11 +1,17 @@
 """Engines side by side: who starts when, whose turn it is, what is compared, and that every process ends."""
 
+import contextlib
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
 import pytest
 
 from benchmarks.peers import fleet as fleet_module
@@ -206,6 +212,13 @@ def test_a_table_has_a_dash_where_an_engine_has_no_pass() -> None:
     ]
 
 
+def test_a_ratio_of_a_table_is_rounded_once() -> None:
+    row = {"workload": "b1", "pass": 1}
+    engines = {"kvatlas": {"rows": [row | {"tokens_per_second": 1.2249}]}}
+    engines["vllm"] = {"rows": [row | {"tokens_per_second": 1.0}]}
+    assert markdown(engines).splitlines()[-1].endswith("| 1.22 |")
+
+
 def test_a_first_token_is_told_in_milliseconds() -> None:
     row = {"workload": "first512", "pass": 1, "tokens_per_second": 400.0}
     engines = {"kvatlas": {"rows": [row]}, "vllm": {"rows": [row | {"tokens_per_second": 100.0}]}}
@@ -231,6 +244,59 @@ def test_a_process_that_is_late_is_ended_with_its_group(tmp_path: Path) -> None:
     assert time.monotonic() - began < 60
     with pytest.raises(ProcessLookupError):
         os.killpg(group, 0)
+
+
+LOADING = """
+import sys, types
+def load(request):
+    import subprocess, time
+    subprocess.Popen(["sleep", "600"])
+    time.sleep(600)
+engines = types.ModuleType("benchmarks.peers.engines")
+engines.ENGINES, engines.Request = {"kvatlas": load}, lambda *what: what
+engines.timed = engines.version_of = None
+sys.modules["benchmarks.peers.engines"] = engines
+"""
+LAUNCHER = """
+import sys
+from pathlib import Path
+from benchmarks.peers.process import EngineProcess
+folder = Path(sys.argv[1])
+process = EngineProcess("kvatlas", "random:tiny", "cpu", 64, folder / "log", str(folder))
+print(process.group, flush=True)
+process.ready(600)
+"""
+
+
+def test_an_engine_that_still_loads_ends_with_who_started_it(
+    tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    """The suite kills the group of a stage that is over time, and engines have groups of their own."""
+    (tmp_path / "sitecustomize.py").write_text(LOADING)
+    command = [sys.executable, "-c", LAUNCHER, str(tmp_path)]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert launcher.stdout is not None
+        group = int(launcher.stdout.readline())
+        wait_until(lambda: len(members(group)) == 2)
+    finally:
+        os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.communicate()
+    try:
+        wait_until(lambda: not members(group))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+
+def members(group: int) -> list[int]:
+    """Processes of a group that run."""
+    found = []
+    for process in psutil.process_iter(["status"]):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
 
 
 READY = '\nPEER {"ready_seconds": 1.0}\n'

@@ -90,6 +90,17 @@ def test_commands_of_a_stage_run_at_once_and_each_has_its_outcome(tmp_path: Path
     assert outcome.startswith("bad failed (1) [1 failed, 2 passed] after")
 
 
+def test_a_stage_that_skips_all_its_tests_is_not_ok(tmp_path: Path) -> None:
+    skips, passes = (f"sh -c 'echo ==== {count} in 0.1s ===='" for count in ("3 skipped", "2 passed"))
+    todo = [
+        Stage("skipped", {"one": skips, "other": skips}, 1, 60),
+        Stage("partly", {"these": skips, "those": passes}, 1, 60),
+    ]
+    outcomes = run_all(todo, tmp_path / "logs", 120)
+    assert outcomes["skipped"].startswith("nothing tested [6 skipped] after")
+    assert outcomes["partly"].startswith("ok [3 skipped, 2 passed] after")
+
+
 def test_each_gpu_takes_stages_with_cores_of_its_own(tmp_path: Path) -> None:
     """Two stages that wait for each other end only if two GPUs have them at once."""
     here, there = tmp_path / "here", tmp_path / "there"

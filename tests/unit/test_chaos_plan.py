@@ -87,6 +87,8 @@ def test_a_run_with_a_failed_stream_a_wrong_answer_or_a_held_page_is_no_good_run
         {"opened": 2000, "ended": Counter(whole=1997, WORKER_LOST=3)},
         {"opened": 2000, "ended": Counter(whole=1999, INTERNAL=1)},
         {"ended": Counter(whole=1)},
+        {"opened": 0, "ended": Counter()},
+        {"ended": Counter(left=2)},
         {"mismatches": 1},
         {"leaked_pages": {"worker-0": 3}},
         {"leaked_pages": {"worker-0": -1}},

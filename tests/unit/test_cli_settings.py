@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvatlas.cli import config, connecting, exits
+from kvatlas.cli import config, connecting, dashboard, exits
 from kvatlas.cli.__main__ import EXTRAS
 from kvatlas.cli.option import Option
 from kvatlas.cli.options import COMMANDS, options_of
@@ -72,6 +72,9 @@ def test_lists_come_from_every_source(tmp_path: Path) -> None:
         ("generate = 3", "must be a table"),
         ("[serve]\nrunner = 'gpu'", None),
         ("a = = b", "Invalid value"),
+        ("timeout = 1" + "0" * 400, "timeout: 9.22337e.18 is not in"),
+        ("timeout = 1" + "0" * 5000, "c.toml: Exceeds the limit"),
+        ("a = " + "[" * 3000, "c.toml: maximum recursion"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused_with_the_name(
@@ -155,6 +158,26 @@ def test_a_missing_file_and_bad_variables_are_refused() -> None:
 
 def test_variables_of_other_commands_and_processes_are_left_alone() -> None:
     config.read(["pages"], {"KVATLAS_TOP_X": "1", "KVATLAS_WORKER_SEED": "1", "KVATLAS_SERVICE_MODEL": "m"})
+
+
+def test_variables_of_the_dashboard_command_do_not_reach_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m dashboard` has the same prefix and calls the service's address `server`."""
+    monkeypatch.setenv("KVATLAS_DASHBOARD_ADDRESS", "127.0.0.1:7")
+    monkeypatch.setenv("KVATLAS_WORKER_SEED", "7")
+    command = dashboard.command_of(config.read(["dashboard"]))
+    assert command[command.index("--server") + 1] == "127.0.0.1:7"
+    assert "KVATLAS_DASHBOARD_ADDRESS" not in config.child_environment()
+    assert config.child_environment()["KVATLAS_WORKER_SEED"] == "7"
+
+
+def test_any_setting_of_a_process_is_given_as_its_flag() -> None:
+    given = ["demo=on", "access_log=OFF", "theme=dark", "ttft_buckets=1,2", "note=a=b"]
+    flags = ["--demo", "--no-access-log", "--theme", "dark", "--ttft-buckets", "1,2", "--note", "a=b"]
+    assert config.setting_flags("--set", given) == flags
+    assert config.setting_flags("--set", None) == []
+    for wrong in ("x", "=on"):
+        with pytest.raises(config.ConfigError, match=f"--set '{wrong}' is not NAME=VALUE"):
+            config.setting_flags("--set", [wrong])
 
 
 def test_a_token_comes_from_the_environment_or_a_file_and_never_from_a_flag(tmp_path: Path) -> None:
@@ -300,6 +323,34 @@ def test_a_piped_table_cuts_no_name_and_wraps_no_line(capsys: pytest.CaptureFixt
     assert lines[0].split() == ["recording", "events", "note"]
     assert lines[1] == f"worker-0-20261130T100231-0       1  {'a note ' * 30}".rstrip()
     assert lines[2].split() == ["b", "22"]
+
+
+def test_words_in_brackets_and_between_colons_are_shown_as_they_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A note with a closing bracket ended `record list` with a traceback, other words were left out."""
+    notes = ["slow [since noon]", "[/x]", ":warning: [red]hot"]
+    print_table(("recording", "note"), [("r", note) for note in notes], numbers=())
+    assert [line[1:].strip() for line in capsys.readouterr().out.splitlines()[1:]] == notes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "complaint"),
+    [
+        ("pull random:tiny >&- 2>&- <&-", 0, ""),
+        ("pull random:tiny > /dev/full", 1, "kvatlas: [Errno 28] No space left on device\n"),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_no_traceback(arguments: str, code: int, complaint: str) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"'{sys.executable}' -m kvatlas.cli {arguments}"],
+        env={"PYTHONPATH": str(ROOT / "protos"), "LC_ALL": "C.UTF-8"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (code, complaint)
 
 
 def test_a_narrow_terminal_cuts_no_number(

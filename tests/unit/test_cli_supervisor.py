@@ -137,6 +137,50 @@ def test_under_nohup_the_end_of_the_terminal_changes_nothing(tmp_path: Path) -> 
     assert "SIGTERM: draining" in text
 
 
+def test_it_goes_on_and_ends_in_order_when_nobody_reads_its_log(start: Callable[..., Run]) -> None:
+    run = start("stubborn")
+    run.wait_ready()
+    assert run.process.stderr is not None
+    run.process.stderr.close()
+    run.process.stderr = None
+    os.kill(run.pids("second")[0], signal.SIGKILL)
+    wait_for(lambda: len(run.pids("second")) == 2, "restart")
+    run.process.send_signal(signal.SIGTERM)
+    run.process.wait(WAIT_SECONDS)
+    assert run.log()[-1] == "second term"
+    assert not any(psutil.pid_exists(pid) for pid in run.pids("first") + run.pids("second")[1:])
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_ready"),
+    [
+        (b"HTTP/1.0 200 OK\r\n\r\n", True),
+        (b"HTTP/1.0 503 no\r\n\r\n", False),
+        (b"SSH-2.0-x\r\n", False),
+        (b"", False),
+    ],
+)
+def test_readiness_is_asked_of_the_service_itself_and_any_answer_is_understood(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes, is_ready: bool
+) -> None:
+    """With http_proxy in the environment the proxy was asked, and a server that was ready given up."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer_once() -> None:
+            with server.accept()[0] as accepted:
+                accepted.recv(4096)
+                accepted.sendall(answer)
+
+        thread = threading.Thread(target=answer_once)
+        thread.start()
+        try:
+            assert serve._is_ready(server.getsockname()[1]) is is_ready
+        finally:
+            with socket.create_connection(server.getsockname()):  # ends the thread if nobody came
+                thread.join()
+
+
 LATE = """
 import os, sys, types
 class Late:
@@ -306,7 +350,7 @@ def test_the_admin_port_follows_the_listeners_where_there_is_one(listen: str, ad
     assert serve._admin_place(settings, ports.split_address(listen)[1]) == ("127.0.0.1", admin)
 
 
-@pytest.mark.parametrize("address", ["nowhere", "host:", "host:x", "host:70000", ":1"])
+@pytest.mark.parametrize("address", ["nowhere", "host:", "host:x", "host:70000", "host:²", ":1"])
 def test_an_address_without_a_port_is_refused(address: str) -> None:
     with pytest.raises(CommandFailed, match="is not host:port"):
         ports.split_address(address)
@@ -340,6 +384,16 @@ def test_a_ready_file_that_cannot_be_is_told_before_anything_starts(tmp_path: Pa
     settings = config.read(["serve", "--ready-file", str(tmp_path / "none" / "ready.json")], {})
     with pytest.raises(CommandFailed, match=r"cannot write .*none/ready\.json: no such folder"):
         serve.run(settings)
+
+
+def test_a_ready_file_of_a_run_before_is_gone_before_anything_starts(tmp_path: Path) -> None:
+    ready = tmp_path / "ready.json"
+    ready.write_text("{}")
+    with pytest.raises(CommandFailed, match="no-such-shape"):
+        serve.run(config.read(["serve", "--model", "random:no-such-shape", "--ready-file", str(ready)], {}))
+    assert not ready.exists()
+    with pytest.raises(CommandFailed, match="cannot write"):
+        serve.run(config.read(["serve", "--ready-file", str(tmp_path)], {}))
 
 
 def test_a_ready_file_appears_whole(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from kvatlas.cli.record import state_of
+from kvatlas.client.channel import direct_options
 from kvatlas.client.errors import KvatlasError, Unavailable
 from kvatlas.client.recordings import Recorder
 from kvatlas.v1 import server_pb2 as pb
@@ -107,6 +108,29 @@ def test_a_download_into_a_pipe_goes_through_it(serve: Any, tmp_path: Path) -> N
         recorder.download("r1", path)
         assert read.result(60) == DATA
     assert path.is_fifo()
+
+
+def test_a_download_follows_a_link_and_fills_a_device(serve: Any, tmp_path: Path) -> None:
+    link, file = tmp_path / "link", tmp_path / "file"
+    link.symlink_to(file)
+    with Recorder(serve(Breaking(0, 0))) as recorder:
+        recorder.download("r1", link)
+        recorder.download("r1", Path(os.devnull))
+        with pytest.raises(IsADirectoryError):
+            recorder.download("r1", tmp_path)
+    assert (link.is_symlink(), file.read_bytes()) == (True, DATA)
+    assert Path(os.devnull).is_char_device()
+
+
+def test_a_server_of_this_machine_is_not_looked_for_behind_the_proxy(
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with Recorder(serve(Breaking(0, 0))) as recorder:
+        recorder.download("r1", tmp_path / "file")
+    assert direct_options(["dns:///localhost:1", "[::1]:2"])
+    assert not direct_options(["127.0.0.1:1", "10.0.0.1:1"])
 
 
 def test_a_server_without_admin_service_says_so(serve: Any) -> None:

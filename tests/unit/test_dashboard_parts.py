@@ -5,6 +5,9 @@ import ctypes
 import io
 import json
 import math
+import socket
+import subprocess
+import sys
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -458,6 +461,10 @@ def test_flags_win_over_the_environment() -> None:
     ("arguments", "word"),
     [
         (["--listen", "8501"], "listen"),
+        (["--ready-file", "/nowhere/ready.json"], "ready_file"),
+        (["--listen", "127.0.0.1:²"], "listen"),
+        (["--allowed-origins", "https://ours.example,http://[x"], "allowed_origins: 'http://\\[x' is not"),
+        (["--allowed-origins", "ours.example"], "allowed_origins"),
         (["--token-file", "/nowhere/token"], "token_file"),
         (["--max-viewers", "0"], "max_viewers"),
     ],
@@ -465,6 +472,25 @@ def test_flags_win_over_the_environment() -> None:
 def test_a_bad_setting_is_named(arguments: list[str], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         from_args(arguments, {})
+
+
+def test_a_ready_file_of_a_run_before_does_not_outlive_a_start_that_fails(tmp_path: Path) -> None:
+    ready = tmp_path / "ready.json"
+    ready.write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        command = [
+            sys.executable,
+            "-m",
+            "dashboard",
+            "--demo",
+            "--listen",
+            listen,
+            "--ready-file",
+            str(ready),
+        ]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, ready.exists()) == (1, False), done.stderr
 
 
 def test_the_token_is_read_anew_each_time(tmp_path: Path) -> None:

@@ -119,6 +119,8 @@ PIN = '[[pin]]\nname = "a"\ntext = "some text"\n'
         ("", "something else than"),
         ("x = 1\n" + PIN, "something else than"),
         ("[[pin]\n", "pins.toml"),
+        ("x = " + "[" * 3000, "pins.toml"),
+        ("pin = [1]", "pin 1: is no table"),
         (PIN + PIN, "two pins have one name"),
         (PIN + "colour = 1\n", "pin 1"),
         (PIN.replace('"a"', '"two words"'), "name: must be"),

@@ -37,9 +37,16 @@ def test_the_printed_config_is_a_file_that_gives_it_again(tmp_path: Path) -> Non
         (["--address", "[::]:50051"], {}, "--insecure"),
         (["--address", "localhost"], {}, "not host:port"),
         (["--metrics-address", "127.0.0.1:99999"], {}, "not host:port"),
+        (["--address", "127.0.0.1:²"], {}, "not host:port"),
+        (["--address", "unix:"], {}, "address: no path"),
+        (["--admin-address", "unix:"], {}, "admin_address: no path"),
+        (["--workers", "dns://name:²"], {}, "not host:port"),
         (["--workers", "http://x"], {}, "neither ipc"),
         (["--workers", "ipc:///a,ipc:///a"], {}, "twice"),
         (["--itl-buckets", "1,1"], {}, "edges must grow"),
+        (["--itl-buckets", "nan"], {}, "itl_buckets: an edge is no number of seconds"),
+        (["--ttft-buckets", "1,inf"], {}, "ttft_buckets: an edge is no number of seconds"),
+        (["--e2e-buckets=-1,1"], {}, "e2e_buckets: an edge is no number of seconds"),
         (["--config", "/nowhere.toml"], {}, "/nowhere.toml"),
     ],
 )
@@ -51,7 +58,18 @@ def test_a_bad_setting_stops_the_program_with_its_name(
 
 
 @pytest.mark.parametrize(
-    "text", ["nothing = 1", "grace = true", "grace = 'x'", "workers = 'ipc:///a'", "max_calls = 1.5", "= 3"]
+    "text",
+    [
+        "nothing = 1",
+        "grace = true",
+        "grace = 'x'",
+        "workers = 'ipc:///a'",
+        "max_calls = 1.5",
+        "= 3",
+        "grace = 1" + "0" * 5000,
+        "x = " + "[" * 3000,
+    ],
+    ids=lambda text: text[:20],
 )
 def test_a_file_with_an_unknown_name_or_a_wrong_type_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "bad.toml"

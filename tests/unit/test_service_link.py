@@ -1,4 +1,4 @@
-"""What a service's link to a worker says in the log of a worker that is lost, or was never there."""
+"""What a service's link says in the log of a worker that is lost, or was never there; whom it reaches."""
 
 import asyncio
 import logging
@@ -9,6 +9,7 @@ import zmq
 
 from service.fleet import link as link_module
 from service.fleet.link import WorkerLink
+from service.fleet.link_sockets import LinkSockets
 from service.fleet.seam import SeamClient
 from service.request import LostReason
 
@@ -110,3 +111,39 @@ def test_a_link_that_finds_no_socket_left_is_tried_again(
     asyncio.run(scenario())
     context.term()  # would wait for a socket that is open
     assert "cannot connect: Too many open files" in messages(caplog)[0]
+
+
+def test_a_worker_at_an_ipv6_address_is_reached() -> None:
+    """What `dns://` finds of a name that has no other addresses: the link was opened and never connected."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router, feeds = context.socket(zmq.ROUTER), context.socket(zmq.XPUB)
+    for socket in (router, feeds):
+        socket.set(zmq.IPV6, 1)
+    ports = [router.bind_to_random_port("tcp://[::1]"), feeds.bind_to_random_port("tcp://[::]")]
+
+    async def connect() -> tuple[list[bytes], bytes]:
+        address = f"tcp://[::1]:{ports[0]}"
+        sockets = LinkSockets(
+            address,
+            context=context,
+            loop=asyncio.get_running_loop(),
+            identity="me",
+            seam=SeamClient(address, None, lambda: 0.0, lambda reason: None),
+            on_message=lambda message: None,
+            on_feed=lambda topic, payload: None,
+            on_end=lambda why: None,
+        )
+        sockets.open(b"hello")
+        sockets.subscribe(b"topic")
+        sockets.open_pages(f"tcp://[::]:{ports[1]}")
+        try:
+            assert router.poll(WAIT_SECONDS * 1000)
+            assert feeds.poll(WAIT_SECONDS * 1000)
+            return router.recv_multipart(), feeds.recv()
+        finally:
+            sockets.close()
+
+    try:
+        assert asyncio.run(connect()) == ([b"me", b"hello"], b"\x01topic")
+    finally:
+        context.destroy(linger=0)

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from kvatlas import settings
-from kvatlas.settings import ConfigError, Reader, as_toml, option, range_faults, socket_folder, state_folder
+from kvatlas.settings import (
+    ConfigError,
+    Reader,
+    as_toml,
+    is_port,
+    option,
+    range_faults,
+    socket_folder,
+    state_folder,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +159,7 @@ def test_every_option_out_of_its_range_is_named() -> None:
         "guard: -1 is less than 0",
     ]
     assert range_faults(Oven(trays=10)) == ["trays: 10 is more than 9"]
+    assert range_faults(Oven(heat=float(10**30))) == ["heat: 1e+30 is out of range"]
     assert range_faults(Oven(guard=10**30)) == [f"guard: {10**30} is out of range"]
 
 
@@ -163,11 +173,25 @@ def test_help_shows_flags_and_defaults(capsys: pytest.CaptureFixture[str]) -> No
     assert "name; empty: none --light" in text, "an empty default is not shown"
 
 
+def test_a_number_that_no_float_holds_is_out_of_range(tmp_path: Path) -> None:
+    path = tmp_path / "oven.toml"
+    path.write_text(f"heat = -1{'0' * 400}")
+    assert "heat: -9.223372036854776e+18 is out of range" in range_faults(
+        READER.read(["--config", str(path)], {})
+    )
+
+
 def test_a_file_that_is_not_text_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "oven.toml"
     path.write_bytes(b"trays = \xff")
     with pytest.raises(ConfigError, match=r"oven\.toml"):
         READER.read(["--config", str(path)], {})
+
+
+def test_a_port_is_a_number_that_a_socket_takes() -> None:
+    assert [text for text in ("0", "80", "00080", "65535") if not is_port(text)] == []
+    for text in ("", "65536", "-1", "+1", "1_0", " 1", "²", "٨٠", "x", "9" * 5000):
+        assert not is_port(text), text
 
 
 def test_only_a_flag_asks_to_print() -> None:

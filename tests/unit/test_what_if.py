@@ -452,3 +452,13 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(
 def test_a_file_that_is_not_there_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert what_if.main([str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err == f"{tmp_path / 'none'}: No such file or directory\n"
+
+
+@pytest.mark.parametrize("costs", ["nan,1,1,1", "1,inf,1,1", "1,1,1,nan", "0,0,0,1", "-1,1,1,1", "1,2"])
+def test_costs_of_a_step_that_are_no_times_are_refused(
+    mooncake_file: Path, capsys: pytest.CaptureFixture[str], costs: str
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        what_if.main([str(mooncake_file), "--pool-pages", "300", f"--step-model={costs}"])
+    assert refused.value.code == 2
+    assert costs in capsys.readouterr().err

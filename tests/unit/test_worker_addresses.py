@@ -92,10 +92,12 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_a_wildcard_port_becomes_a_number_and_all_interfaces_a_name() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    for address in ("tcp://127.0.0.1:0", "tcp://127.0.0.1:*"):
+    for address in ("tcp://127.0.0.1:0", "tcp://127.0.0.1:*", "tcp://[::1]:0", "tcp://[::]:*"):
         socket = context.socket(zmq.XPUB)
         bind(socket, address)
-        assert int(last_endpoint(socket).rpartition(":")[2]) > 0
+        host, _, port = last_endpoint(socket).rpartition(":")
+        assert host == address.rpartition(":")[0]
+        assert int(port) > 0
         socket.close()
     context.term()
     assert advertised("tcp://0.0.0.0:5") == f"tcp://{os.uname().nodename}:5"

@@ -64,6 +64,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, named: str) ->
         (["--engine-address", "inproc://x"], "engine_address"),
         (["--engine-address", "ipc://"], "engine_address"),
         (["--pages-address", "tcp://host"], "pages_address"),
+        (["--pages-address", "tcp://127.0.0.1:²"], "pages_address"),
         (["--pages-address", "ipc:///" + "x" * 120], "pages_address"),
         (["--worker-id", "a/b"], "worker_id"),
         (["--watermark", "nan"], "watermark"),

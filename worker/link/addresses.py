@@ -111,6 +111,8 @@ def _check_private(folder: Path) -> None:
 def bind(socket: "zmq.Socket[bytes]", address: str) -> None:
     """Binds a new socket, or closes it and raises AddressError."""
     socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    if "[" in address:  # only then: with it an IPv4 address is told as ::ffff:1.2.3.4
+        socket.set(zmq.IPV6, 1)
     try:
         socket.bind(_zmq_address(address))
     except zmq.ZMQError as error:

@@ -219,7 +219,8 @@ def _step_model(text: str) -> StepTime:
         found = StepTime(base / 1e3, prompt / 1e6, sequence / 1e6, context / 1e9)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not MS,US,US,NS") from None
-    if min(base, prompt, sequence, context) < 0 or not base + prompt + sequence:
+    is_finite = math.isfinite(base + prompt + sequence + context)
+    if not is_finite or min(base, prompt, sequence, context) < 0 or not base + prompt + sequence:
         raise argparse.ArgumentTypeError(f"{text!r} makes steps of no time")
     return found
 

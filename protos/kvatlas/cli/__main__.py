@@ -26,8 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130  # exits.INTERRUPTED, which may not be there yet
     except BrokenPipeError:
-        # Who read our output has left. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # who read it has left
         return exits.BROKEN_PIPE
     except ModuleNotFoundError as error:
         extra = EXTRAS.get((error.name or "").partition(".")[0], "cli")
@@ -37,11 +36,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         exits.complain(f"an argument or the input is not UTF-8: {error}")
         return exits.USAGE
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in exits.NO_ROOM:
+            _drop_output()
         code_or_bug = exits.code_of(error)
         if code_or_bug is None:
             raise
         exits.complain(str(error))
         return code_or_bug
+
+
+def _drop_output() -> None:
+    """What could not be written: Python would try once more at exit, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

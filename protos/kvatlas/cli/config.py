@@ -18,9 +18,10 @@ from typing import Any
 
 from kvatlas.cli.option import Command, Option
 from kvatlas.cli.options import COMMANDS, SHARED, options_of
-from kvatlas.settings import OneLineParser, no_such_setting
+from kvatlas.settings import LARGEST, OneLineParser, no_such_setting
 
 PREFIX = "KVATLAS_"
+DASHBOARD_PREFIX = f"{PREFIX}DASHBOARD_"
 TRUE = frozenset({"1", "true", "yes", "on"})
 FALSE = frozenset({"0", "false", "no", "off"})
 MAX_SOCKET_PATH = 107  # bytes of a unix socket's path on Linux
@@ -73,6 +74,9 @@ def build_parser() -> argparse.ArgumentParser:
 def prepare_environment() -> None:
     """What gRPC and the terminal need before they are loaded: no log lines of C-core among our own."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by who started us
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # for as long as the process lives
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 gets ?, not a traceback
@@ -84,11 +88,30 @@ def terminal_width() -> int:
 
 
 def child_environment() -> dict[str, str]:
-    """Environment of a process that we start: our own import path, so that it runs from a checkout too."""
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path if path != "")
+    """Environment of a process that we start: our own import path, so that it runs from a checkout too.
+
+    Without the variables of `kvatlas dashboard`, which are flags by now: `python -m dashboard` has the same
+    prefix, and knows some of them by other names.
+    """
+    environment = {name: text for name, text in os.environ.items() if not name.startswith(DASHBOARD_PREFIX)}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     environment["PYTHONUNBUFFERED"] = "1"
     return environment
+
+
+def setting_flags(flag: str, given: Sequence[str] | None) -> list[str]:
+    """NAME=VALUE as users wrote them after `flag`, as flags of a process."""
+    flags = []
+    for setting in given or ():
+        name, equals, value = setting.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"{flag} {setting!r} is not NAME=VALUE")
+        name = name.replace("_", "-")
+        if value.lower() in ("on", "true", "off", "false"):
+            flags.append(f"--{'' if value.lower() in TRUE else 'no-'}{name}")
+        else:
+            flags += [f"--{name}", value]
+    return flags
 
 
 def make_runtime_folder() -> Path:
@@ -174,7 +197,7 @@ def _from_file(path: Path, command: Command) -> dict[str, Any]:
         table = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also UTF-8's, and of what is too long or too deep
         raise ConfigError(f"config {path}: {error}") from None
     shared = {option.name: option for option in SHARED if not option.is_secret}
     given = table.keys() - COMMANDS.keys()
@@ -217,7 +240,7 @@ def _typed(option: Option, value: Any, where: str) -> Any:
         single = replace(option, is_list=False)
         return [_typed(single, item, where) for item in value]
     if option.kind is float and type(value) is int:
-        value = float(value)
+        value = float(max(-LARGEST, min(value, LARGEST)))  # a float may hold no more; it is out of range
     if option.is_list or type(value) is not option.kind:
         wanted = "a list" if option.is_list else _KIND_NAMES[option.kind]
         raise ConfigError(f"{where} = {value!r} is not {wanted}")

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 
 from kvatlas.cli import config
 from kvatlas.cli.exits import USAGE, CommandFailed
@@ -40,14 +39,4 @@ def command_of(settings: Namespace) -> list[str]:
             command += [f"--{name}", str(value)]
     if settings.demo:
         command.append("--demo")
-    return command + _more(settings.set)
-
-
-def _more(given: Sequence[str] | None) -> list[str]:
-    more = []
-    for setting in given or ():
-        name, equals, value = setting.partition("=")
-        if not equals or not name:
-            raise CommandFailed(f"--set {setting!r} is not NAME=VALUE", USAGE)
-        more += [f"--{name.replace('_', '-')}", value]
-    return more
+    return command + config.setting_flags("--set", settings.set)

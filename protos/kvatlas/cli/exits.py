@@ -1,5 +1,6 @@
 """How a command ends: one line on stderr, and a code that a script can tell apart."""
 
+import errno
 import sys
 from typing import Final
 
@@ -11,6 +12,10 @@ DEADLINE: Final = 4
 REFUSED: Final = 5
 INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
+
+
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Of an output that goes to a file."""
 
 
 class CommandFailed(Exception):
@@ -34,6 +39,8 @@ def code_of(error: Exception) -> int | None:
         return USAGE
     if isinstance(error, CommandFailed):
         return error.code
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        return FAILED
     return _client_code(error) if "kvatlas.client.errors" in sys.modules else None
 
 

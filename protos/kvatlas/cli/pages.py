@@ -14,6 +14,7 @@ from rich.text import Text
 from kvatlas.cli import page_art
 from kvatlas.cli.connecting import connect
 from kvatlas.cli.exits import DONE, USAGE, CommandFailed
+from kvatlas.cli.tables import Output
 from kvatlas.client.page_map import PageMap
 from kvatlas.client.sync import Client
 
@@ -40,7 +41,7 @@ def print_map(
     page_map: PageMap, by: str, *, width: int = 0, pages_per_glyph: int = 0, title: str = ""
 ) -> None:
     """The whole map on stdout, with colour if that is a terminal."""
-    console = Console(highlight=False, width=width or None)
+    console = Output(highlight=False, width=width or None)
     for line in map_lines(page_map, by, console, pages_per_glyph or 1, title):
         console.print(line, soft_wrap=True)
 
@@ -105,7 +106,7 @@ def _watch(client: Client, settings: Namespace) -> int:
 
 
 def _show_live(maps: Iterator[PageMap], settings: Namespace) -> None:
-    console = Console(highlight=False, width=settings.width or None)
+    console = Output(highlight=False, width=settings.width or None)
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
         for page_map in maps:
             room = max(4, console.height - 4) if console.is_terminal else page_map.page_count

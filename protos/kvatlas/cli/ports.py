@@ -6,14 +6,13 @@ import socket
 from collections.abc import Iterator
 
 from kvatlas.cli.exits import USAGE, CommandFailed
-
-MAX_PORT = 65535
+from kvatlas.settings import is_port
 
 
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of `host:port` or `[v6]:port`."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > MAX_PORT:
+    if not host or not is_port(port):
         raise CommandFailed(f"{address!r} is not host:port", USAGE)
     return host.strip("[]"), int(port)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvatlas.cli.connecting import admin_connection
 from kvatlas.cli.counted import counted
@@ -113,7 +113,7 @@ def _get(recorder: Recorder, settings: Namespace) -> None:
     path = Path(settings.output) if settings.output else Path(f"{settings.recording or 'recording'}{SUFFIX}")
     console = Console(stderr=True)
     columns = (
-        "[progress.description]{task.description}",
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TimeRemainingColumn(),

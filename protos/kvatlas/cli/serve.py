@@ -4,13 +4,12 @@ Starts both as modules in processes of their own and imports none of them. Owns 
 sockets (mode 0700) and their ports.
 """
 
+import http.client
 import json
 import os
 import shutil
 import sys
 import time
-import urllib.error
-import urllib.request
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,9 +17,10 @@ from pathlib import Path
 
 from kvatlas.cli import config
 from kvatlas.cli.exits import USAGE, CommandFailed
-from kvatlas.cli.ports import MAX_PORT, choose_ports, split_address
+from kvatlas.cli.ports import choose_ports, split_address
 from kvatlas.cli.pull import pull
 from kvatlas.cli.supervisor import ChildSpec, RestartPolicy, Supervisor, print_log
+from kvatlas.settings import MAX_PORT
 
 WORKER_END_SECONDS = 15.0
 MARGIN_SECONDS = 10.0  # beyond what the service itself allows for its drain
@@ -41,8 +41,8 @@ class Place:
 def run(settings: Namespace) -> int:
     """Serves until a signal."""
     started = time.monotonic()
-    if settings.ready_file and not Path(settings.ready_file).absolute().parent.is_dir():
-        raise CommandFailed(f"cannot write {settings.ready_file}: no such folder", USAGE)
+    if settings.ready_file:
+        _forget_ready(Path(settings.ready_file))
     pull(settings.model)
     place = _choose_place(settings)
     try:
@@ -139,25 +139,19 @@ def _command(module: str, flags: dict[str, object], more: Sequence[str] | None) 
     for name, value in flags.items():
         if value is not None:
             command += [f"--{name}", str(value)]
-    for setting in more or ():
-        name, equals, value = setting.partition("=")
-        if not equals or not name:
-            raise CommandFailed(f"--set-{module} {setting!r} is not NAME=VALUE", USAGE)
-        flag = name.replace("_", "-")
-        if value.lower() in ("on", "true", "off", "false"):
-            command.append(f"--{'' if value.lower() in ('on', 'true') else 'no-'}{flag}")
-        else:
-            command += [f"--{flag}", value]
-    return command
+    return command + config.setting_flags(f"--set-{module}", more)
 
 
 def _is_ready(metrics_port: int) -> bool:
-    """The service says that a worker is warm: it answers 200 on /readyz."""
+    """The service says that a worker is warm: it answers 200 on /readyz. Without the environment's proxy."""
+    connection = http.client.HTTPConnection(LOOPBACK, metrics_port, timeout=1)
     try:
-        with urllib.request.urlopen(f"http://{LOOPBACK}:{metrics_port}/readyz", timeout=1) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
+        connection.request("GET", "/readyz")
+        return connection.getresponse().status == 200
+    except (http.client.HTTPException, OSError):
         return False
+    finally:
+        connection.close()
 
 
 def _ready_line(place: Place, seconds: float) -> str:
@@ -165,6 +159,16 @@ def _ready_line(place: Place, seconds: float) -> str:
         f"ready after {seconds:.1f} s · gRPC {place.address} · metrics"
         f" http://{LOOPBACK}:{place.metrics_port}/metrics and :{place.worker_metrics_port}/metrics"
     )
+
+
+def _forget_ready(path: Path) -> None:
+    """Who waits for the file would take that of a run before for ours. Raises CommandFailed."""
+    if not path.absolute().parent.is_dir():
+        raise CommandFailed(f"cannot write {path}: no such folder", USAGE)
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise CommandFailed(f"cannot write {path}: {error.strerror}", USAGE) from None
 
 
 def _write_ready(path: Path, place: Place, process_ids: dict[str, int]) -> None:

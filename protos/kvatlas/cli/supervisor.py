@@ -288,6 +288,10 @@ def _ending(code: int) -> str:
 
 
 def print_log(line: str) -> None:
-    """A line to stderr, whole: one write, so that threads do not mix."""
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
+    """A line to stderr, whole: one write, so that threads do not mix.
+
+    Lost where its reader has left or its disk is full: what serves must go on, and end in order.
+    """
+    with contextlib.suppress(OSError):
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()

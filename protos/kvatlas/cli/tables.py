@@ -4,8 +4,18 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 PIPED_WIDTH = 10_000  # columns where there is no terminal whose width would matter
+
+
+class Output(Console):
+    """A console whose reader may leave: the command then ends as all do, where rich's says that it failed."""
+
+    def on_broken_pipe(self) -> None:
+        """Called where nobody reads any more."""
+        self.quiet = True
+        raise BrokenPipeError
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[str]) -> None:
@@ -15,10 +25,10 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, number
         is_number = column in numbers
         table.add_column(column, justify="right" if is_number else "left", no_wrap=is_number or at == 0)
     for row in rows:
-        table.add_row(*row)
-    console = Console(highlight=False)
+        table.add_row(*map(Text, row))  # else rich takes [words] and :names: of a text for its own
+    console = Output(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=PIPED_WIDTH)
+        console = Output(highlight=False, width=PIPED_WIDTH)
     console.print(table)
 
 

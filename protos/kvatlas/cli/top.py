@@ -16,6 +16,7 @@ from kvatlas.cli.connecting import connect
 from kvatlas.cli.exits import DONE
 from kvatlas.cli.page_art import short_name
 from kvatlas.cli.palette import FREE_IN_TERMINAL, LOOKS
+from kvatlas.cli.tables import Output
 from kvatlas.client.page_map import state_name
 from kvatlas.client.sync import Client
 from kvatlas.v1 import cache_pb2, server_pb2
@@ -37,7 +38,7 @@ class Picture:
 
 def run(settings: Namespace) -> int:
     """One picture, some, or pictures until Ctrl-C."""
-    console = Console(highlight=False)
+    console = Output(highlight=False)
     count = settings.count or (0 if console.is_terminal and not settings.json else 1)
     with connect(settings) as client:
         try:

@@ -16,11 +16,12 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from kvatlas.cli.config import child_environment
 from kvatlas.cli.counted import counted
 from kvatlas.cli.exits import DONE, FAILED, USAGE, CommandFailed
-from kvatlas.cli.tables import PIPED_WIDTH, print_whole
+from kvatlas.cli.tables import PIPED_WIDTH, Output, print_whole
 
 PICTURE_SUFFIXES = (".svg", ".png", ".pdf")
 
@@ -39,8 +40,8 @@ def run(settings: Namespace) -> int:
     if settings.json:
         print(json.dumps(document))
     else:
-        console = Console()
-        show(document, console if console.is_terminal else Console(width=PIPED_WIDTH))
+        console = Output()
+        show(document, console if console.is_terminal else Output(width=PIPED_WIDTH))
     for path in pictures:
         try:
             picture.draw(document, path)
@@ -117,7 +118,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     load = (
         f"{trace['requests']:,} requests, {trace['prompt_tokens']:,} prompt tokens, {trace['seconds']:.0f} s"
     )
-    console.print(f"[bold]{trace['name']}[/]: {load}; recorded with {pool}", highlight=False)
+    console.print(Text(trace["name"], "bold").append(f": {load}; recorded with {pool}", "not bold"))
     table = Table(box=None, pad_edge=False)
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
@@ -141,7 +142,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     told = f"a step: {costs} ({source if step['num_steps'] else 'assumed'})"
     console.print(told, style="dim", highlight=False)
     for note in document["notes"]:
-        console.print(f"note: {note}", style="dim", highlight=False)
+        console.print(Text(f"note: {note}", "dim"))
     console.print(_speed(document), style="dim", highlight=False)
 
 

@@ -78,7 +78,7 @@ def _dress(axes: Axes, trace: Mapping[str, Any]) -> None:
     slots = trace["num_pages"] * trace["page_size"]
     axes.set_xlabel(f"pool size; 1x is {slots:,} slots", color=INK)
     axes.set_ylabel("prompt tokens found in the cache", color=INK)
-    axes.set_title(trace["name"], color=INK, fontsize=10, loc="left")
+    axes.set_title(trace["name"], color=INK, fontsize=10, loc="left", parse_math=False)
     axes.grid(visible=True, color="#e6e9ef", lw=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

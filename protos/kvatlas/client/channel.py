@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvatlas.client.credentials import Credentials
+from kvatlas.client.credentials import Credentials, is_local
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_ADMIN_ADDRESS = "127.0.0.1:50052"
@@ -78,6 +78,11 @@ def channel_options(service_config: Mapping[str, Any]) -> list[tuple[str, int | 
     ]
 
 
+def direct_options(addresses: Sequence[str]) -> list[tuple[str, int | str]]:
+    """gRPC asks the proxy of http_proxy even for this machine, whose servers no proxy reaches."""
+    return [("grpc.enable_http_proxy", 0)] if all(map(is_local, addresses)) else []
+
+
 class Target:
     """Where channels go and what goes with each call: one address, or several of the same service.
 
@@ -97,7 +102,7 @@ class Target:
 
     def open(self, grpc_module: Any, service_config: Mapping[str, Any]) -> Any:
         """A channel of `grpc` or of `grpc.aio`. Raises CredentialsError for PEM files that cannot be read."""
-        options = channel_options(service_config)
+        options = [*channel_options(service_config), *direct_options(self.addresses)]
         secure = self.credentials.channel_credentials()
         if secure is None:
             return grpc_module.insecure_channel(self._name, options)

@@ -64,7 +64,10 @@ class Recorder(AdminChannel):
         timeout_seconds: float = 600.0,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> server_pb2.RecordingInfo:
-        """Writes an ended recording to a file; one that breaks off goes on where it stood."""
+        """Writes an ended recording to a file; one that breaks off goes on where it stood.
+
+        A file of that name stays as it was until the whole recording is there.
+        """
         request = server_pb2.GetRecordingRequest(worker_id=worker_id, recording_id=recording_id)
         infos: list[server_pb2.RecordingInfo] = []
 
