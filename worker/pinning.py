@@ -136,7 +136,7 @@ class PinDesk:
                 CallFailure(pending.command.ticket, CallError.FAILED_PRECONDITION, reason, text, about)
             )
         elif not outcome.needed_pages:
-            text = "the prefix has no whole page"
+            text = "prefix: has no whole page"
             self._refuse(pending, CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD, text)
         else:
             self._refuse(pending, *_BROKEN, "its pages were computed and are gone already")

@@ -383,8 +383,8 @@ def _check_estimate(request: pb.EstimateCacheRequest) -> None:
     )
     if math.prod(lengths) > MAX_ESTIMATES:
         found.add("pool_slots", f"{math.prod(lengths)} combinations are more than {MAX_ESTIMATES}")
-    if request.HasField("window") and seconds(request.window) <= 0:
-        found.add("window", "is not positive")
+    if request.HasField("window") and not seconds(request.window) > 0:  # also NaN
+        found.add("window", f"{seconds(request.window):g} s is not above 0 s")
     _refuse(found)
 
 
