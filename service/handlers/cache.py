@@ -33,7 +33,7 @@ from service.handlers.convert import to_duration, to_timestamp
 from service.handlers.validate import Violations, seconds
 from service.handlers.watch import PAGES_PER_PART, MapWatcher, WatchOptions
 from service.request import Call, current_call
-from service.writing import write
+from service.writing import begin, write
 
 MAX_EVENTS = 100
 MAX_ROWS = 64
@@ -108,7 +108,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             raise errors.watch_limit(self._backstage.config.max_watches)
         try:
             kept = self._kept(request.worker_id)
-            await context.send_initial_metadata(())
+            await begin(context)
             await self._follow(kept, options, context)
         finally:
             permit.release()
