@@ -24,8 +24,14 @@ async def begin(context: Any, metadata: Sequence[tuple[str, str]] = ()) -> None:
 
 
 async def abort(context: Any, status: grpc.Status) -> None:
-    """Ends a call with a status, by an exception; as cancelled where the client has left."""
-    await _sent(context.abort_with_status(status))
+    """Ends a call with a status, by an exception; as cancelled where the client has left.
+
+    A status that core was given stands for the end, so that no cancel follows where it could not be sent.
+    """
+    try:
+        await context.abort_with_status(status)
+    except grpc.aio.InternalError as error:
+        raise asyncio.CancelledError from error
 
 
 async def _sent(sending: Awaitable[None]) -> None:
