@@ -42,6 +42,8 @@ _ENDS = {FinishCode.DRAINED: _DRAINING}
 _REFUSALS = {
     AddStatus.QUEUE_FULL: (CallError.UNAVAILABLE, CallReason.QUEUE_FULL),
     AddStatus.DRAINING: _DRAINING,
+    AddStatus.TOO_LONG: (CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD),
+    AddStatus.NEVER_FITS: (CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD),
 }
 
 
@@ -115,7 +117,7 @@ class PinDesk:
             pending.is_computed = True
             self._pending[sequence_id] = pending
             return
-        text = f"the prefix cannot be computed: {outcome.status.name} {outcome.message}"
+        text = f"prefix: cannot be computed: {outcome.message or outcome.status.name}"
         self._refuse(pending, *_REFUSALS.get(outcome.status, _BROKEN), text)
 
     def _answer(self, pending: _Pending, outcome: PinOutcome, now: float) -> None:

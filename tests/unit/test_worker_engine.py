@@ -564,6 +564,17 @@ def test_a_pin_too_large_is_refused_with_its_numbers() -> None:
     assert "20 pages needed" in failure.message  # type: ignore[union-attr]
 
 
+def test_a_pin_longer_than_the_context_is_refused_as_the_callers_fault() -> None:
+    with bench(pages=256) as b:
+        b.commands.put(Pin(Ticket("s", 1), "p", array("I", [5] * CONTEXT), b"", 0.0))
+        b.wait(lambda: bool(b.others))
+        failure = b.others.pop()
+    assert isinstance(failure, CallFailure)
+    assert (failure.error, failure.reason) == (CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD)
+    assert failure.message.startswith("prefix: ")
+    assert str(CONTEXT) in failure.message
+
+
 def test_a_worker_that_was_idle_for_long_is_not_taken_for_stuck() -> None:
     with bench(fault=Slow()) as b:
         old = b.board.step.ended
