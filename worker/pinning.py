@@ -27,12 +27,14 @@ from worker.scheduling.scheduler import Scheduler
 PIN_SOURCE = "#pins"
 """Source of the requests made here; no service can have it: an instance id stands before its '#'."""
 
+MAX_COMPUTED = 3  # a flush of pages in use takes those of a pin that is being computed, too
+
 
 @dataclass(slots=True)
 class _Pending:
     command: Pin
     expires: float | None
-    is_computed: bool = False  # by a request of ours
+    num_computed: int = 0  # how often, by a request of ours
     hit_tokens: int = 0  # of its prefix that were there already
 
 
@@ -98,7 +100,7 @@ class PinDesk:
             command.salt,
             pending.expires,
             now,
-            len(command.token_ids) - pending.hit_tokens if pending.is_computed else 0,
+            len(command.token_ids) - pending.hit_tokens if pending.num_computed else 0,
         )
 
     def _compute(self, pending: _Pending, now: float) -> None:
@@ -114,7 +116,7 @@ class PinDesk:
         )
         outcome = self._scheduler.add(spec, now)
         if outcome.status is AddStatus.ACCEPTED:
-            pending.is_computed = True
+            pending.num_computed += 1
             self._pending[sequence_id] = pending
             return
         text = f"prefix: cannot be computed: {outcome.message or outcome.status.name}"
@@ -140,6 +142,8 @@ class PinDesk:
         elif not outcome.needed_pages:
             text = "prefix: has no whole page"
             self._refuse(pending, CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD, text)
+        elif pending.num_computed < MAX_COMPUTED:  # a flush took its pages while they were computed
+            self._compute(pending, now)
         else:
             self._refuse(pending, *_BROKEN, "its pages were computed and are gone already")
 
