@@ -16,6 +16,7 @@ from service.admission import Admission
 from service.errors import Failure
 from service.interceptor import Behaviour, Interceptor, rewrapped
 from service.request import Call, current_call
+from service.writing import abort
 
 log = logging.getLogger("service.guard")
 MAX_UNASKED = 1024  # health and reflection calls at once, of everyone who can connect
@@ -63,7 +64,7 @@ class Guard(Interceptor):
             is_stream = hasattr(request, "__aiter__")
             return await inner(_well_formed(request) if is_stream else request, context)
         except Failure as failure:
-            await context.abort_with_status(failure.to_status(""))
+            await abort(context, failure.to_status(""))
         finally:
             if permit is not None:
                 permit.release()
@@ -98,7 +99,7 @@ class Guard(Interceptor):
         except Exception as error:
             failure = _bug(call, error)
         call.code = failure.status.name
-        await context.abort_with_status(failure.to_status(call.request_id))
+        await abort(context, failure.to_status(call.request_id))
 
     def _set_deadline(self, call: Call, context: Any, *, is_watch: bool) -> float | None:
         """Seconds after which we end the call ourselves; None: gRPC's core does, at the client's deadline.

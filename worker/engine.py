@@ -279,7 +279,7 @@ class Engine:
         for span in alive:
             log_event(
                 logger,
-                logging.ERROR,
+                logging.INFO if span in result.dead_ends else logging.ERROR,  # those are the client's
                 "sequence_failed",
                 sequence=step.sequence_ids[span],
                 step=step.number,

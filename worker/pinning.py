@@ -27,12 +27,14 @@ from worker.scheduling.scheduler import Scheduler
 PIN_SOURCE = "#pins"
 """Source of the requests made here; no service can have it: an instance id stands before its '#'."""
 
+MAX_COMPUTED = 3  # a flush of pages in use takes those of a pin that is being computed, too
+
 
 @dataclass(slots=True)
 class _Pending:
     command: Pin
     expires: float | None
-    is_computed: bool = False  # by a request of ours
+    num_computed: int = 0  # how often, by a request of ours
     hit_tokens: int = 0  # of its prefix that were there already
 
 
@@ -42,6 +44,8 @@ _ENDS = {FinishCode.DRAINED: _DRAINING}
 _REFUSALS = {
     AddStatus.QUEUE_FULL: (CallError.UNAVAILABLE, CallReason.QUEUE_FULL),
     AddStatus.DRAINING: _DRAINING,
+    AddStatus.TOO_LONG: (CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD),
+    AddStatus.NEVER_FITS: (CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD),
 }
 
 
@@ -96,7 +100,7 @@ class PinDesk:
             command.salt,
             pending.expires,
             now,
-            len(command.token_ids) - pending.hit_tokens if pending.is_computed else 0,
+            len(command.token_ids) - pending.hit_tokens if pending.num_computed else 0,
         )
 
     def _compute(self, pending: _Pending, now: float) -> None:
@@ -112,10 +116,10 @@ class PinDesk:
         )
         outcome = self._scheduler.add(spec, now)
         if outcome.status is AddStatus.ACCEPTED:
-            pending.is_computed = True
+            pending.num_computed += 1
             self._pending[sequence_id] = pending
             return
-        text = f"the prefix cannot be computed: {outcome.status.name} {outcome.message}"
+        text = f"prefix: cannot be computed: {outcome.message or outcome.status.name}"
         self._refuse(pending, *_REFUSALS.get(outcome.status, _BROKEN), text)
 
     def _answer(self, pending: _Pending, outcome: PinOutcome, now: float) -> None:
@@ -136,8 +140,10 @@ class PinDesk:
                 CallFailure(pending.command.ticket, CallError.FAILED_PRECONDITION, reason, text, about)
             )
         elif not outcome.needed_pages:
-            text = "the prefix has no whole page"
+            text = "prefix: has no whole page"
             self._refuse(pending, CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD, text)
+        elif pending.num_computed < MAX_COMPUTED:  # a flush took its pages while they were computed
+            self._compute(pending, now)
         else:
             self._refuse(pending, *_BROKEN, "its pages were computed and are gone already")
 

@@ -1,5 +1,6 @@
 """Asking workers: which one a request means, and what its no means for the client."""
 
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -7,9 +8,12 @@ import grpc
 
 from kvatlas.worker.v1 import worker_pb2
 from service import errors
-from service.errors import Failure
+from service.errors import Failure, Violation
 from service.fleet.link import CommandFailed, WorkerUnavailable
 from service.fleet.mirrors import KeptMirror, PageMirrors, replies_to
+
+_AT_A_FIELD = re.compile(r"([a-z_]+): (.+)", re.DOTALL)
+"""How a worker says what is wrong with a request: its field, a colon, why."""
 
 
 def named_worker(mirrors: PageMirrors, worker_id: str) -> KeptMirror:
@@ -74,4 +78,6 @@ def failure_of(failed: CommandFailed) -> Failure:
     )
     reason = errors.reason_name(failed.error_reason)
     retry_ms = 1000 if status is grpc.StatusCode.RESOURCE_EXHAUSTED else None
-    return Failure(status, reason, failed.message, failed.metadata, retry_ms=retry_ms)
+    at = _AT_A_FIELD.fullmatch(failed.message) if reason == "INVALID_FIELD" else None
+    violations = [Violation(at[1], at[2])] if at is not None else []
+    return Failure(status, reason, failed.message, failed.metadata, violations, retry_ms)

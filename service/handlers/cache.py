@@ -32,7 +32,7 @@ from service.handlers.convert import to_duration, to_timestamp
 from service.handlers.validate import Violations, seconds
 from service.handlers.watch import PAGES_PER_PART, MapWatcher, WatchOptions
 from service.request import Call, current_call
-from service.writing import write
+from service.writing import begin, write
 
 MAX_EVENTS = 100
 MAX_ROWS = 64
@@ -107,7 +107,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             raise errors.watch_limit(self._backstage.config.max_watches)
         try:
             kept = self._kept(request.worker_id)
-            await context.send_initial_metadata(())
+            await begin(context)
             await self._follow(kept, options, context)
         finally:
             permit.release()
@@ -387,8 +387,8 @@ def _check_estimate(request: pb.EstimateCacheRequest) -> None:
     )
     if math.prod(lengths) > MAX_ESTIMATES:
         found.add("pool_slots", f"{math.prod(lengths)} combinations are more than {MAX_ESTIMATES}")
-    if request.HasField("window") and seconds(request.window) <= 0:
-        found.add("window", "is not positive")
+    if request.HasField("window") and not seconds(request.window) > 0:  # also NaN
+        found.add("window", f"{seconds(request.window):g} s is not above 0 s")
     _refuse(found)
 
 

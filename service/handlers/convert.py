@@ -23,6 +23,8 @@ from service.request import Call, KvBill, Output, PrefixCounts, Request, Samplin
 
 TokenBytes = Callable[[int], bytes]
 DEFAULT_HOLD_SECONDS = 0.1
+LEAST_PENALTY = 2.0**-19
+"""No smaller repetition penalty is sent: scores divided by it overflow. A worker refuses less than 1e-6."""
 _DRAW = random.SystemRandom()
 
 
@@ -107,7 +109,9 @@ def _sampling(given: Mapping[str, Any], defaults: DefaultSampling) -> Sampling:
         top_p=given.get("top_p", defaults.top_p) or 1.0,
         top_k=given.get("top_k", defaults.top_k),
         min_p=given.get("min_p", defaults.min_p),
-        repetition_penalty=given.get("repetition_penalty", defaults.repetition_penalty) or 1.0,
+        repetition_penalty=max(
+            LEAST_PENALTY, given.get("repetition_penalty", defaults.repetition_penalty) or 1.0
+        ),
         frequency_penalty=given.get("frequency_penalty", defaults.frequency_penalty),
         presence_penalty=given.get("presence_penalty", defaults.presence_penalty),
         seed=given["seed"] if "seed" in given else _DRAW.getrandbits(64),

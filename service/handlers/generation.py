@@ -32,7 +32,7 @@ from service.handlers.run import GenerationRun
 from service.handlers.spans import ending_of
 from service.handlers.verdicts import outcome_of
 from service.request import AbortReason, Output, Request, Scores, current_call
-from service.writing import write
+from service.writing import begin, write
 
 REQUEST_ID_KEY = "x-request-id"
 QUEUE_UPDATE_SECONDS = 1.0
@@ -70,7 +70,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             await self._add_prompt_scores(run, response.prompt_logprobs)
             if response.ByteSize() > sizes.MAX_ANSWER_BYTES:
                 raise sizes.too_large(is_stream=False)
-            await context.send_initial_metadata(((REQUEST_ID_KEY, run.request.request_id),))
+            await begin(context, ((REQUEST_ID_KEY, run.request.request_id),))
             return response
 
     async def StreamGenerate(self, request: pb.StreamGenerateRequest, context: Any) -> None:
@@ -364,7 +364,7 @@ class _Stream:
         if not self._run.has_sent:
             self._run.has_sent = True
             request_id = self._run.request.request_id
-            await self._context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
+            await begin(self._context, ((REQUEST_ID_KEY, request_id),))
         await self.write(message)
 
     async def write(self, message: pb.StreamGenerateResponse) -> None:

@@ -199,7 +199,8 @@ def test_levels_go_back_by_themselves_in_both_processes(desk: Desk) -> None:
         )
     wait_for(lambda: logger.level == before, "the level before")
     unknown = server_pb2.SetLogLevelRequest(worker_id="worker-0", logger="x", level=server_pb2.LOG_LEVEL_INFO)
-    assert told(lambda: desk.root.SetLogLevel(unknown)).reason == "INVALID_FIELD"
+    got = told(lambda: desk.root.SetLogLevel(unknown))
+    assert (got.reason, got.paths) == ("INVALID_FIELD", ("logger",))
 
 
 def test_a_profile_is_of_so_many_steps_and_the_last_four_are_kept(desk: Desk) -> None:

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import grpc
 import numpy as np
+from google.protobuf.duration_pb2 import Duration
 
 from kvatlas.v1 import cache_pb2 as pb
 from kvatlas.worker.v1 import worker_pb2
@@ -69,6 +70,13 @@ def test_what_cannot_be_shown_is_refused_with_every_violation() -> None:
         wrong.window.FromSeconds(0)
         estimate = await refused(stage.servicer.EstimateCache(wrong, None))
         assert paths(estimate) == ["pool_slots", "page_sizes", "pool_slots", "window"]
+        contradicts_itself = pb.EstimateCacheRequest(window=Duration(seconds=1, nanos=-1))
+        assert paths(await refused(stage.servicer.EstimateCache(contradicts_itself, None))) == ["window"]
+        no = "rows: 9 is no row, the last is 8"
+        stage.links[0].fails_with = worker_pb2.CommandReply(code=3, error_reason=1, message=no)
+        asked = pb.GetPageTableRequest(rows=[9])
+        only_the_worker_knows = await refused(stage.servicer.GetPageTable(asked, ScriptedContext()))
+        assert paths(only_the_worker_knows) == ["rows"]
 
     asyncio.run(work())
 

@@ -9,6 +9,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from kvatlas.v1 import generation_pb2 as pb
+from kvatlas.v1.server_pb2 import DefaultSampling
 from service.handlers import convert, validate
 from service.request import Call
 
@@ -201,9 +202,15 @@ def test_many_ids_are_checked_in_one_pass() -> None:
     assert 0 < calls[0] < 1_000
 
 
-def test_unset_values_take_the_models_defaults_and_set_zeros_stay_zeros() -> None:
-    from kvatlas.v1.server_pb2 import DefaultSampling
+@pytest.mark.parametrize("value", [1e-6, 1e-45, 2.0])
+def test_a_repetition_penalty_that_is_taken_is_one_that_workers_take(value: float) -> None:
+    spec = sampling(repetition_penalty=value)
+    assert paths(spec) == []
+    sent = convert.request_from(spec, Call("m"), DefaultSampling(), array("I")).sampling
+    assert sent.repetition_penalty == max(2.0**-19, value) >= 1e-6
 
+
+def test_unset_values_take_the_models_defaults_and_set_zeros_stay_zeros() -> None:
     defaults = DefaultSampling(temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, repetition_penalty=1.1)
     unset = convert.request_from(spec_of(), Call("m"), defaults, array("I"))
     assert unset.sampling.temperature == pytest.approx(0.7)

@@ -239,4 +239,4 @@ def test_a_row_that_cannot_be_is_refused_with_the_last_one(make: Callable[[int],
     (failure,) = bench.outputs.take(10)
     assert isinstance(failure, CallFailure)
     assert failure.reason == CallReason.INVALID_FIELD
-    assert "the last is 8" in failure.message
+    assert failure.message == "rows: 9 is no row, the last is 8"

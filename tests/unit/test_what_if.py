@@ -288,23 +288,27 @@ def test_no_part_of_a_step_takes_negative_time() -> None:
     assert min(found.base, found.per_prompt_token, found.per_sequence, found.per_context_token) >= 0
 
 
-def logged(number: int, time_us: int, ends: Sequence[LoggedEnd]) -> LoggedRequest:
+def logged(number: int, time_us: int, ends: Sequence[LoggedEnd], *, max_tokens: int = 9) -> LoggedRequest:
     keys = array("Q", [1, 2])
     return LoggedRequest(
-        time_us, 0, SequenceId(number), f"r{number}", 2, 20, 9, 0, True, True, keys, ends=list(ends)
+        time_us, 0, SequenceId(number), f"r{number}", 2, 20, max_tokens, 0, True, True, keys, ends=list(ends)
     )
 
 
 def test_samples_that_had_not_ended_go_on_to_their_limit() -> None:
     end = LoggedEnd(2_000_000, 0, SequenceId(8), 3, FinishCode.EOS, 0, None, 0, array("Q"))
     drained = LoggedEnd(2_500_000, 0, SequenceId(4), 2, FinishCode.DRAINED, 0, None, 0, array("Q"))
-    later, earlier = trace_requests([logged(7, 1_500_000, [end]), logged(4, 500_000, [drained])], 1_000_000)[
-        ::-1
-    ]
+    requests = [logged(7, 1_500_000, [end]), logged(4, 500_000, [drained])]
+    earlier, later = trace_requests(requests, 1_000_000, 512)
     assert (earlier.arrival, later.arrival) == (0.0, 0.5)
     assert [output.num_tokens for output in later.outputs] == [9, 3]
     assert [output.num_tokens for output in earlier.outputs] == [9, 9]
     assert later.outputs[1].end == 1.0
+
+
+def test_a_limit_that_no_context_has_is_not_laid_out() -> None:
+    requests = trace_requests([logged(4, 0, [], max_tokens=1 << 31)], 0, 512)
+    assert [output.num_tokens for output in requests[0].outputs] == [492, 492]
 
 
 # -- the Mooncake format -----------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ from worker.messages import (
     CheckIntegrity,
     DropSource,
     EngineCommand,
+    Flush,
+    FlushAnswer,
     LinkMessage,
     ListPins,
     Pin,
@@ -62,6 +64,7 @@ class BreakingRunner(FakeRunner):
         self.lies = False
         self.is_lost = False  # the device answers nothing any more
         self.not_a_number: tuple[int, int] | None = None  # sequence, position
+        self.is_dead_end = False  # that it is none is the constraint's doing
 
     def _is_not_a_number(self, sequence_id: SequenceId, position: int) -> str | None:
         return "non-finite logits" if (sequence_id, position) == self.not_a_number else None
@@ -75,7 +78,7 @@ class BreakingRunner(FakeRunner):
         result = super()._run(step)
         if (error := self.fault("sample", step)) is not None:
             raise error
-        return result
+        return result._replace(dead_ends=tuple(result.failed)) if self.is_dead_end else result
 
     def read_rows(self, rows: list[int], num_slots: list[int]) -> list[list[int]]:
         if self.is_lost:
@@ -309,6 +312,17 @@ def test_a_row_that_is_not_a_number_ends_its_request_alone(
     for number in codes:
         assert b.got[number].tokens == alone(number)
     assert "event=sequence_failed sequence=3" in caplog.text
+
+
+def test_a_dead_end_of_a_constraint_is_no_error_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "worker.engine")
+    with bench() as b:
+        b.runner.not_a_number, b.runner.is_dead_end = (3, len(prompt_of(3)) + 3), True
+        b.add(3, prompt_of(3))
+        assert b.finish(3) == {3: FinishCode.FAILED}
+    assert b.got[3].ends[0].failure is FailureReason.CONSTRAINT_DEAD_END
+    (told,) = [record for record in caplog.records if "event=sequence_failed" in record.getMessage()]
+    assert told.levelname == "INFO"
 
 
 def test_what_breaks_behind_the_end_of_a_sequence_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
@@ -610,6 +624,33 @@ def test_a_pin_too_large_is_refused_with_its_numbers() -> None:
         b.wait(lambda: bool(b.others))
         failure = b.others.pop()
     assert "20 pages needed" in failure.message  # type: ignore[union-attr]
+
+
+def test_a_pin_whose_pages_a_flush_took_is_computed_again() -> None:
+    slow = Slow()
+    with bench(fault=slow) as b:
+        b.commands.put(Pin(Ticket("s", 1), "p", array("I", prompt_of(30)), b"", 0.0))
+        b.wait(lambda: b.scheduler.cache.pool.num_active > 4)
+        b.commands.put(Flush(Ticket("s", 2), "", None, include_active=True, include_pinned=False))
+        b.wait(lambda: bool(b.others))
+        slow.let_go()
+        b.wait(lambda: len(b.others) == 2)
+        flushed, pinned = b.others
+        assert isinstance(flushed, FlushAnswer)
+        assert flushed.unindexed_pages > 0
+        assert isinstance(pinned, PinAnswer)
+        assert pinned.pins[0].pinned_tokens == 36
+
+
+def test_a_pin_longer_than_the_context_is_refused_as_the_callers_fault() -> None:
+    with bench(pages=256) as b:
+        b.commands.put(Pin(Ticket("s", 1), "p", array("I", [5] * CONTEXT), b"", 0.0))
+        b.wait(lambda: bool(b.others))
+        failure = b.others.pop()
+    assert isinstance(failure, CallFailure)
+    assert (failure.error, failure.reason) == (CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD)
+    assert failure.message.startswith("prefix: ")
+    assert str(CONTEXT) in failure.message
 
 
 def test_a_worker_that_was_idle_for_long_is_not_taken_for_stuck() -> None:

@@ -71,6 +71,12 @@ def test_metrics_come_as_text_and_as_openmetrics(served: Served) -> None:
     assert families["kvatlas_pool"].type == "info"
 
 
+def test_an_accept_header_that_says_nothing_gets_plain_text(served: Served) -> None:
+    for accept in ("application/openmetrics-text; version=x", "text/plain; version=1..0", ";=;,"):
+        status, kind, _ = served.get("/metrics", Accept=accept)
+        assert (status, kind.partition(";")[0]) == (200, "text/plain")
+
+
 def test_ready_only_while_serving(served: Served) -> None:
     assert served.get("/readyz")[::2] == (503, "starting\n")
     served.board.state = WorkerState.SERVING

@@ -1,11 +1,13 @@
-"""A write that fails: because the client has left, or otherwise."""
+"""What is sent and fails: because the client has left, or otherwise."""
 
 import asyncio
 
 import grpc
 import pytest
 
-from service import writing
+from service import errors, writing
+from service.guard import Guard
+from service.request import Call, current_call
 
 
 class Context:
@@ -13,6 +15,12 @@ class Context:
 
     def __init__(self, *, is_cancelled: bool) -> None:
         self._is_cancelled = is_cancelled
+
+    def time_remaining(self) -> None:
+        return None
+
+    async def abort_with_status(self, status: object) -> None:
+        await self.write("")
 
     async def write(self, message: str) -> None:
         task = asyncio.current_task()
@@ -32,3 +40,18 @@ def test_a_write_that_fails_without_a_cancel_is_told(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(writing, "LEFT_SECONDS", 0.01)
     with pytest.raises(grpc.aio.InternalError):
         asyncio.run(writing.write(Context(is_cancelled=False), "x"))
+
+
+def test_a_client_that_left_before_its_refusal_is_a_cancel() -> None:
+    async def refuse(request: object, context: object) -> None:
+        raise errors.not_ready()
+
+    async def work() -> None:
+        current_call.set(Call("/kvatlas.v1.CacheService/GetPage"))
+        handler = Guard(default_deadline=600, max_deadline=600).wrap(
+            "/kvatlas.v1.CacheService/GetPage", grpc.unary_unary_rpc_method_handler(refuse)
+        )
+        await handler.unary_unary(object(), Context(is_cancelled=False))  # none comes behind a status
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(work())

@@ -151,7 +151,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _metrics(registry: CollectorRegistry, accept: str) -> tuple[int, str, bytes]:
-    encode, kind = choose_encoder(accept)
+    try:
+        encode, kind = choose_encoder(accept)
+    except TypeError:  # of a version that is no number; the header is the client's, who gets plain text
+        encode, kind = choose_encoder("")
     return 200, kind, encode(registry)
 
 

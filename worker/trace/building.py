@@ -10,15 +10,19 @@ from worker.trace.workload import Output, TraceRequest
 NO_KEYS: "array[int]" = array("Q")
 
 
-def trace_requests(requests: Sequence[LoggedRequest], start_us: int) -> list[TraceRequest]:
+def trace_requests(
+    requests: Sequence[LoggedRequest], start_us: int, max_context_tokens: int
+) -> list[TraceRequest]:
     """By arrival, in seconds since ``start_us``; what came before it comes at once."""
-    found = [_request(request, start_us) for request in requests]
+    found = [_request(request, start_us, max_context_tokens) for request in requests]
     return sorted(found, key=lambda request: request.arrival)
 
 
-def _request(request: LoggedRequest, start_us: int) -> TraceRequest:
+def _request(request: LoggedRequest, start_us: int, max_context_tokens: int) -> TraceRequest:
     ends = {end.sequence_id - request.sequence_id: end for end in request.ends}
-    outputs = [_output(request, ends.get(sample), start_us) for sample in range(request.sample_count)]
+    # A client may give a limit of two thousand million tokens, and each one of an output is laid out.
+    limit = max(1, min(request.max_tokens, max_context_tokens - request.num_prompt))
+    outputs = [_output(ends.get(sample), limit, start_us) for sample in range(request.sample_count)]
     return TraceRequest(
         arrival=max(0, request.time_us - start_us) / 1e6,
         num_prompt=request.num_prompt,
@@ -38,8 +42,8 @@ def _is_counted(request: LoggedRequest, start_us: int) -> bool:
     return request.time_us + (waits[0] if waits else 0) >= start_us
 
 
-def _output(request: LoggedRequest, end: LoggedEnd | None, start_us: int) -> Output:
+def _output(end: LoggedEnd | None, limit: int, start_us: int) -> Output:
     """A sample; one that had not ended goes on to its limit, and the trace ends before it does."""
     if end is None or end.finish_code == FinishCode.DRAINED:
-        return Output(request.max_tokens, NO_KEYS if end is None else end.keys, is_cut=True)
+        return Output(limit, NO_KEYS if end is None else end.keys, is_cut=True)
     return Output(end.num_output, end.keys, max(0, end.time_us - start_us) / 1e6)

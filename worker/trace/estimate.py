@@ -103,7 +103,7 @@ def _resolution(task: EstimateTask, num_requests: int) -> int:
 
 def _trace(task: EstimateTask, requests: Sequence[LoggedRequest], start_us: int) -> Trace:
     return Trace(
-        requests=trace_requests(requests, start_us),
+        requests=trace_requests(requests, start_us, task.limits.max_context_tokens),
         granularity=task.granularity,
         page_size=task.page_size,
         num_pages=task.num_pages,

@@ -126,13 +126,14 @@ def load(path: Path) -> Loaded:
     reader = _Reader(Recording(path))
     header = reader.header
     requests = sorted(reader.requests.values(), key=lambda request: request.time_us)
+    limits = limits_of(header.limits, header.num_pages)
     trace = Trace(
-        requests=trace_requests(requests, header.start_us),
+        requests=trace_requests(requests, header.start_us, limits.max_context_tokens),
         granularity=header.granularity,
         page_size=header.page_size,
         num_pages=header.num_pages,
         policy=header.policy,
-        limits=limits_of(header.limits, header.num_pages),
+        limits=limits,
         seconds=(reader.end_us - header.start_us) / 1e6,
         cached=_cached(reader.first_map),
         name=header.recording_id or path.name,
