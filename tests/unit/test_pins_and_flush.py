@@ -1,6 +1,7 @@
 """Operators' hands on the cache: pins stay, a flush leaves nothing that it should take."""
 
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -174,3 +175,67 @@ def test_a_flush_spares_pins_unless_told_otherwise() -> None:
     assert harness.scheduler.flush(harness.now, include_pinned=True).num_freed == 2
     assert harness.scheduler.list_pins() == []
     harness.audit()
+
+
+def test_a_request_that_shares_a_pinned_prefix_needs_no_room_for_it() -> None:
+    """H15: what it finds whenever it is let in is no loss to it; to others, and without the cache, it is."""
+    harness = make(num_pages=16, max_context_tokens=64, max_pinned_pages=12)
+    prompt = list(range(40))
+    run(harness, 1, prompt)
+    assert harness.scheduler.pin("a", prompt, b"", None, harness.now).pinned_pages == 10
+    longest = request(2, [*prompt, 7], max_tokens=23)  # 16 pages, 10 of them the pin's
+    assert harness.add(longest).status == AddStatus.ACCEPTED
+    harness.run()
+    assert len(harness.answers[2].tokens) == 23
+    others = [
+        request(3, [*prompt, 7], max_tokens=23, salt=b"b"),
+        replace(request(3, [*prompt, 7], max_tokens=23), cache_read=False),
+        request(3, [1, *prompt], max_tokens=23),
+        replace(longest, sequence_id=SequenceId(3), params=SamplingParams(max_tokens=23, prompt_logprobs=0)),
+    ]
+    for other in others:
+        refused = harness.add(other)
+        assert (refused.status, refused.needed_pages, refused.total_pages) == (AddStatus.NEVER_FITS, 16, 6)
+
+
+def test_a_pin_that_a_request_shares_takes_nothing_from_it() -> None:
+    """Whether the request waits or runs; one that computed the same pages itself needs them all."""
+    for num_turns, has_own in ((0, False), (1, False), (1, True)):
+        harness = make(num_pages=16, max_context_tokens=64, max_pinned_pages=12)
+        prompt = list(range(40))
+        spec = request(2, [*prompt, 7], max_tokens=23)
+        if has_own:
+            harness.add(replace(spec, cache_write=False))
+            harness.turn()
+            harness.add(request(1, prompt[:8]))
+            harness.turn()
+        else:
+            run(harness, 1, prompt)
+            harness.add(spec)
+            for _ in range(num_turns):
+                harness.turn()
+        pinned = prompt[:8] if has_own else prompt
+        status = harness.scheduler.pin("a", pinned, b"", None, harness.now).status
+        assert status == (PinStatus.LIMIT if has_own else PinStatus.PINNED)
+        harness.run()
+        assert len(harness.answers[2].tokens) == 23
+
+
+def test_a_sample_that_takes_over_a_prompt_shares_its_pinned_pages_in_whatever_room() -> None:
+    """H15: behind them stand cached pages, of which it takes as many as there is room for."""
+    harness = make(num_pages=16, max_context_tokens=64, max_pinned_pages=12, max_chunk_tokens=1)
+    prompt = list(range(40))
+    run(harness, 1, prompt)
+    harness.scheduler.pin("a", prompt[:16], b"", None, harness.now)
+    for number in range(2, 6):  # all need their second page in one step
+        harness.add(request(number, [number], max_tokens=7))
+    for _ in range(3):
+        harness.turn()
+    spec = request(6, [*prompt, 7, 8, 9], max_tokens=21)  # 16 pages
+    harness.add(replace(spec, sample_count=2, cache_write=False))
+    harness.turn()
+    assert harness.answers[6].start is not None
+    harness.turn()
+    assert harness.scheduler.counts().preemptions_total == 1
+    harness.run()
+    assert [len(harness.answers[number].tokens) for number in range(2, 8)] == [7] * 4 + [21] * 2

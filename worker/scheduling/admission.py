@@ -4,10 +4,12 @@ Counts whole pages of each sequence (H2), and that cached pages which a request 
 available to anybody else afterwards (B011). Nothing is taken before the decision.
 """
 
+from array import array
 from typing import NamedTuple
 
 from worker.pages.page_cache import Lookup
 from worker.scheduling.books import Books
+from worker.scheduling.fitting import pages_found
 from worker.scheduling.output import PrefixCounts, SequenceStart
 from worker.scheduling.request import AddOutcome, AddStatus, RequestSpec
 from worker.scheduling.sequence import NOTHING_KNOWN, Place, Request, Sequence
@@ -74,8 +76,10 @@ class Admission:
         books = self._books
         longest = books.config.max_context_tokens
         num_tokens = len(spec.prompt_token_ids) + len(spec.resume_token_ids)
-        usable = books.config.cache.num_pages - books.cache.num_pinned_pages
         needed = books.cache.pages_for(limit)
+        usable = books.config.cache.num_pages - books.cache.num_pinned_pages
+        if needed > usable:
+            usable += self._num_pinned_found(spec)
         if num_tokens >= longest:
             message = f"a prompt of {num_tokens} tokens leaves no room for output in a context of {longest}"
             return AddOutcome(AddStatus.TOO_LONG, 0, 0.0, needed, usable, message)
@@ -86,6 +90,12 @@ class Admission:
             )
             return AddOutcome(AddStatus.NEVER_FITS, 0, 0.0, needed, usable, message)
         return None
+
+    def _num_pinned_found(self, spec: RequestSpec) -> int:
+        """Pinned pages that are no loss to this request: it shares them."""
+        tokens = array("I", [*spec.prompt_token_ids, *spec.resume_token_ids])
+        pages = pages_found(self._books, spec, tokens)
+        return sum(map(self._books.cache.pool.is_pinned, pages))
 
     def _too_late(self, spec: RequestSpec, now: float) -> AddOutcome | None:
         books = self._books

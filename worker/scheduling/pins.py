@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from worker.scheduling.books import Books
+from worker.scheduling.fitting import num_shared
 
 
 class PinStatus(IntEnum):
@@ -72,7 +73,7 @@ class Pins:
         most = books.config.num_pinnable_pages
         pinned = cache.num_pinned_pages + cache.num_newly_pinned(pages) + needed - len(pages)
         is_one_too_many = len(self._pins) >= MAX_PINS and name not in self._pins
-        if is_one_too_many or pinned > most or pinned + self._most_needed() > books.config.cache.num_pages:
+        if is_one_too_many or pinned > most or not self._leaves_room(pinned, pages):
             return PinOutcome(PinStatus.LIMIT, None, needed, len(pages), cache.num_pinned_pages, most)
         if len(pages) < needed or not needed:
             return PinOutcome(PinStatus.NOT_CACHED, None, needed, len(pages), cache.num_pinned_pages, most)
@@ -87,10 +88,15 @@ class Pins:
         self._by_first_page.setdefault(pin.pages[0], []).append(name)
         return PinOutcome(PinStatus.PINNED, pin, needed, needed, cache.num_pinned_pages, most)
 
-    def _most_needed(self) -> int:
-        """Pages that the longest live sequence may come to need."""
-        limits = [sequence.limit for sequence in self._books.sequences.values()]
-        return self._books.cache.pages_for(max(limits, default=0))
+    def _leaves_room(self, num_pinned: int, pages: Sequence[int]) -> bool:
+        """Whether all live sequences could still run alone beside so many pinned pages, with ``pages``."""
+        books = self._books
+        usable = books.config.cache.num_pages - num_pinned
+        large = [s for s in books.sequences.values() if books.cache.pages_for(s.limit) > usable]
+        if not large:
+            return True
+        pinned = {page for pin in self._pins.values() for page in pin.pages}.union(pages)
+        return all(books.cache.pages_for(s.limit) <= usable + num_shared(books, s, pinned) for s in large)
 
     def remove(self, name: str) -> bool:
         """Lets go; whether there was such a pin."""

@@ -7,6 +7,7 @@ tokens and pages. How a plan becomes a Step is in step_builder.py.
 
 from array import array
 
+from worker.pages.page_cache import Lookup
 from worker.scheduling.admission import Admission
 from worker.scheduling.books import Books
 from worker.scheduling.preemption import choose_victim, preempt
@@ -110,10 +111,11 @@ class Planner:
 
     def _look_up(self, sequence: Sequence, plan: Plan) -> None:
         """A sample that waited for another one's prompt computes it itself."""
-        found = self._admission.need(sequence).lookup
-        sequence.looked_up = True
-        if found.num_unreferenced <= self._room(plan):
-            self._admission.take_over(sequence, found)
+        pages, num_unreferenced = self._admission.need(sequence).lookup
+        # Those that nobody refers to come last. Pinned ones are always taken: without them it may never fit.
+        num_left = max(0, num_unreferenced - self._room(plan))
+        found = Lookup(pages[: len(pages) - num_left], num_unreferenced - num_left)
+        self._admission.take_over(sequence, found)
 
     def _take_piece(self, plan: Plan, sequence: Sequence, budget: int, is_last: bool) -> int:
         """Adds a span of at most ``budget`` tokens; returns its length.
