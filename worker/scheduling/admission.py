@@ -5,6 +5,7 @@ available to anybody else afterwards (B011). Nothing is taken before the decisio
 """
 
 from array import array
+from sys import maxsize
 from typing import NamedTuple
 
 from worker.pages.page_cache import Lookup
@@ -102,10 +103,16 @@ class Admission:
         wait = self.estimated_wait(books.num_queued)
         if books.num_queued >= books.config.max_queued_requests:
             return AddOutcome(AddStatus.QUEUE_FULL, books.num_queued, wait)
+        position = books.queue.position((self.urgency(spec, now), maxsize))
+        wait = self.estimated_wait(position)
         for deadline in (spec.deadline, spec.queue_deadline):
             if deadline is not None and (now >= deadline or now + wait > deadline):
-                return AddOutcome(AddStatus.TIMEOUT_TOO_SHORT, books.num_queued, wait)
+                return AddOutcome(AddStatus.TIMEOUT_TOO_SHORT, position, wait)
         return None
+
+    def urgency(self, spec: RequestSpec, now: float) -> float:
+        """The first part of its rank, if it comes now."""
+        return now - spec.priority * self._books.config.aging_seconds
 
     def estimated_wait(self, position: int) -> float:
         """Seconds until a request with so many before it is admitted; 0: unknown."""
