@@ -7,6 +7,8 @@ from google.rpc import error_details_pb2, status_pb2
 from kvatlas.v1.errors_pb2 import ErrorReason
 from service import errors
 from service.errors import Failure, Violation
+from service.handlers.verdicts import refusal_of
+from service.request import AddOutcome, AddStatus, Output, Request, Sampling, Stops
 
 FAILURES = [
     errors.invalid_fields([Violation("spec.text", "must not be empty")]),
@@ -103,3 +105,30 @@ def test_the_over_long_prompt_is_told_the_real_limits() -> None:
     """B044: L, the prompt's length and the limit, never what is left after max_tokens."""
     message = errors.prompt_too_long(2100, 2047, 2048).message
     assert all(number in message for number in ("2100", "2047", "2048"))
+
+
+@pytest.mark.parametrize(
+    ("queue_timeout_ms", "deadline", "reason"),
+    [
+        (3, None, "QUEUE_TIMEOUT"),  # it passed on the way, whatever the worker knows of its queue
+        (0, 107.0, "DEADLINE_TOO_SHORT"),
+        (5_000, 107.0, "QUEUE_TIMEOUT"),
+        (5_000, 101.0, "DEADLINE_TOO_SHORT"),
+    ],
+)
+@pytest.mark.parametrize("estimated_wait_ms", [0, 9_000])
+def test_a_refusal_names_the_limit_that_ends_first(
+    queue_timeout_ms: int, deadline: float | None, reason: str, estimated_wait_ms: int
+) -> None:
+    request = Request(
+        "id",
+        [1],
+        Sampling(0.0, 1.0, 0, 0.0, 1.0, 0.0, 0.0, 0),
+        Stops(4),
+        Output(),
+        queue_timeout_ms=queue_timeout_ms,
+        deadline=deadline,
+    )
+    outcome = AddOutcome(7, AddStatus.TIMEOUT_TOO_SHORT, estimated_wait_ms=estimated_wait_ms)
+    refusal = refusal_of(outcome, request, None, received=100.0, attempts_before=0)
+    assert refusal.reason == reason
