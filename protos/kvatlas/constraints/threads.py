@@ -10,7 +10,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from queue import Full, Queue
+from contextlib import suppress
+from queue import Empty, Full, Queue
 
 STACK_BYTES = 256 << 20
 """Room for chains of every length that MAX_CONSTRAINT_BYTES of text can hold."""
@@ -55,8 +56,9 @@ class DeepThreads:
     def close(self) -> None:
         """Drops what waits, and lets what runs end; idempotent, never waits for long."""
         self._is_closed = True
-        while not self._work.empty():
-            self._work.get()
+        with suppress(Empty):  # never waits: a thread may take the last before us
+            while True:
+                self._work.get_nowait()
         for _ in self._threads:
             self._work.put(None)
 
