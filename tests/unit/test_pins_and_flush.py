@@ -5,10 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from worker.channels import OutputQueue
 from worker.execution.fake_runner import FakeModel
 from worker.execution.testing import Harness, small_config
 from worker.ids import SequenceId
+from worker.messages import CallError, CallFailure, CallReason, LinkMessage, Pin, PinAnswer, Ticket
 from worker.pages.events import PageState
+from worker.pinning import PinDesk
 from worker.scheduling.pins import PinStatus
 from worker.scheduling.request import AddStatus, RequestSpec
 from worker.scheduling.sampling import SamplingParams
@@ -239,3 +242,59 @@ def test_a_sample_that_takes_over_a_prompt_shares_its_pinned_pages_in_whatever_r
     assert harness.scheduler.counts().preemptions_total == 1
     harness.run()
     assert [len(harness.answers[number].tokens) for number in range(2, 8)] == [7] * 4 + [21] * 2
+
+
+# Prefixes that are computed to be pinned.
+
+
+class Desk:
+    """Pins on demand, and the turns of an engine that has nothing else to do."""
+
+    def __init__(self, harness: Harness) -> None:
+        self.harness = harness
+        self.outputs: OutputQueue[LinkMessage] = OutputQueue(100)
+        self.desk = PinDesk(harness.scheduler, self.outputs)
+
+    def order(self, number: int, name: str, prompt: list[int]) -> None:
+        self.desk.obey(Pin(Ticket("s", number), name, array("I", prompt), b"", 0.0), self.harness.now)
+
+    def answers(self) -> dict[int, PinAnswer | CallFailure]:
+        """Those of all orders so far, by number, once the engine has no work."""
+        scheduler, now = self.harness.scheduler, self.harness.now
+        while scheduler.has_work(now):
+            if (step := scheduler.schedule(now)) is not None:
+                scheduler.commit(step, self.harness.runner.launch(step).result(), now)
+            for columns in scheduler.take_outputs().values():
+                self.desk.take(columns, now)
+        found = self.outputs.take(100)
+        self.outputs.close()
+        answers = [each for each in found if isinstance(each, PinAnswer | CallFailure)]
+        assert len({each.ticket for each in answers}) == len(answers) == len(found), "one answer each"
+        return {each.ticket.command_id: each for each in answers}
+
+
+@pytest.mark.parametrize("later", [[], list(range(50, 58))], ids=["let go", "replaced"])
+def test_the_last_order_of_a_name_counts_though_an_older_one_is_still_computed(later: list[int]) -> None:
+    desk = Desk(make())
+    desk.order(1, "other", list(range(90, 98)))
+    desk.order(2, "a", list(range(12)))
+    desk.order(3, "a", list(range(12)))  # the same once more: both are answered with it
+    desk.order(4, "a", later)
+    answers = desk.answers()
+    for number in (2, 3):
+        failure = answers[number]
+        assert isinstance(failure, CallFailure)
+        assert (failure.error, failure.reason) == (CallError.CANCELLED, CallReason.CANCELLED_BY_OPERATOR)
+    pins = {pin.name: pin.num_tokens for pin in desk.harness.scheduler.list_pins()}
+    assert pins == {"other": 8} | ({"a": 8} if later else {})
+    assert isinstance(answers[4], PinAnswer)
+    assert isinstance(answers[1], PinAnswer)
+
+
+def test_equal_orders_of_a_name_are_both_answered_with_its_pin() -> None:
+    desk = Desk(make())
+    for number in (1, 2):
+        desk.order(number, "a", list(range(12)))
+    assert all(
+        isinstance(each, PinAnswer) and each.pins[0].pinned_tokens == 12 for each in desk.answers().values()
+    )
