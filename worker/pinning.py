@@ -40,7 +40,10 @@ _BROKEN = (CallError.INTERNAL, CallReason.INTERNAL)
 _DRAINING = (CallError.UNAVAILABLE, CallReason.DRAINING)
 _REPLACED = (CallError.CANCELLED, CallReason.CANCELLED_BY_OPERATOR)
 _ENDS = {FinishCode.DRAINED: _DRAINING}
+_IMPOSSIBLE = (CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD)
 _REFUSALS = {
+    AddStatus.TOO_LONG: _IMPOSSIBLE,
+    AddStatus.NEVER_FITS: _IMPOSSIBLE,
     AddStatus.QUEUE_FULL: (CallError.UNAVAILABLE, CallReason.QUEUE_FULL),
     AddStatus.DRAINING: _DRAINING,
 }
@@ -149,7 +152,7 @@ class PinDesk:
             )
         elif not outcome.needed_pages:
             text = "the prefix has no whole page"
-            self._refuse(pending, CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD, text)
+            self._refuse(pending, *_IMPOSSIBLE, text)
         else:
             self._refuse(pending, *_BROKEN, "its pages were computed and are gone already")
 

@@ -298,3 +298,13 @@ def test_equal_orders_of_a_name_are_both_answered_with_its_pin() -> None:
     assert all(
         isinstance(each, PinAnswer) and each.pins[0].pinned_tokens == 12 for each in desk.answers().values()
     )
+
+
+def test_a_prefix_that_no_request_can_have_is_refused_as_such() -> None:
+    """As a bug of ours it was asked for again and again, and nobody was told what is wrong."""
+    desk = Desk(make(num_pages=64, max_context_tokens=32))
+    desk.order(1, "a", list(range(32)))
+    failure = desk.answers()[1]
+    assert isinstance(failure, CallFailure)
+    assert (failure.error, failure.reason) == (CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD)
+    assert "32 tokens leaves no room for output in a context of 32" in failure.message
