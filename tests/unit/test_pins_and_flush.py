@@ -121,6 +121,25 @@ def test_pinning_a_name_again_replaces_it_and_time_ends_it() -> None:
     assert harness.scheduler.cache.num_pinned_pages == 0
 
 
+def test_a_pin_that_is_replaced_leaves_its_part_of_the_limit_to_the_new_one() -> None:
+    """Whether against the limit or a live request; pages that another name keeps as well stay counted."""
+    harness = make(num_pages=16, max_context_tokens=64)
+    prompts = [list(range(first, first + 16)) for first in (0, 50, 70)]
+    for number, prompt in enumerate(prompts, 1):
+        run(harness, number, prompt)
+    set_pin, now = harness.scheduler.pin, harness.now
+    assert set_pin("a", prompts[0], b"", None, now).status == PinStatus.PINNED
+    harness.add(request(9, [8] * 4, max_tokens=44))  # 12 of 16 pages
+    for prompt in prompts[1:]:
+        assert set_pin("a", prompt, b"", None, now).pinned_pages == 4
+    assert set_pin("b", prompts[2][:8], b"", None, now).status == PinStatus.PINNED
+    full = set_pin("a", prompts[0], b"", None, now)
+    assert (full.status, full.pinned_pages) == (PinStatus.LIMIT, 4)
+    harness.audit()
+    harness.run()
+    assert len(harness.answers[9].tokens) == 44
+
+
 def test_two_pins_share_pages_and_each_holds_them() -> None:
     harness = make(num_pages=32)
     run(harness, 1, list(range(12)))

@@ -71,13 +71,15 @@ class Pins:
         needed = len(token_ids) // books.config.page_size
         pages = cache.lookup(array("I", token_ids), salt, needed).pages
         most = books.config.num_pinnable_pages
+        before = self._pins.get(name)
         pinned = cache.num_pinned_pages + cache.num_newly_pinned(pages) + needed - len(pages)
+        if before is not None:
+            pinned -= cache.num_pinned_once(set(before.pages).difference(pages))
         is_one_too_many = len(self._pins) >= MAX_PINS and name not in self._pins
-        if is_one_too_many or pinned > most or not self._leaves_room(pinned, pages):
+        if is_one_too_many or pinned > most or not self._leaves_room(name, pinned, pages):
             return PinOutcome(PinStatus.LIMIT, None, needed, len(pages), cache.num_pinned_pages, most)
         if len(pages) < needed or not needed:
             return PinOutcome(PinStatus.NOT_CACHED, None, needed, len(pages), cache.num_pinned_pages, most)
-        before = self._pins.get(name)
         cache.pin(pages)
         self.remove(name)
         num_tokens = needed * books.config.page_size
@@ -88,14 +90,18 @@ class Pins:
         self._by_first_page.setdefault(pin.pages[0], []).append(name)
         return PinOutcome(PinStatus.PINNED, pin, needed, needed, cache.num_pinned_pages, most)
 
-    def _leaves_room(self, num_pinned: int, pages: Sequence[int]) -> bool:
-        """Whether all live sequences could still run alone beside so many pinned pages, with ``pages``."""
+    def _leaves_room(self, name: str, num_pinned: int, pages: Sequence[int]) -> bool:
+        """Whether all live sequences could still run alone beside so many pinned pages.
+
+        Those are the pages of all other names, and ``pages``.
+        """
         books = self._books
         usable = books.config.cache.num_pages - num_pinned
         large = [s for s in books.sequences.values() if books.cache.pages_for(s.limit) > usable]
         if not large:
             return True
-        pinned = {page for pin in self._pins.values() for page in pin.pages}.union(pages)
+        others = [pin.pages for pin in self._pins.values() if pin.name != name]
+        pinned = set(pages).union(*others)
         return all(books.cache.pages_for(s.limit) <= usable + num_shared(books, s, pinned) for s in large)
 
     def remove(self, name: str) -> bool:
