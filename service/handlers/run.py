@@ -263,7 +263,7 @@ class GenerationRun:
             case FinishCode.QUEUE_TIMEOUT:
                 raise errors.queue_timeout(self.request.queue_timeout_ms)
             case FinishCode.FAILED:
-                raise failure_of(end, self.request)
+                raise failure_of(end, self.request, self.tokens_sent)
 
     def _take(self, choice: Choice) -> Piece:
         piece = choice.take()

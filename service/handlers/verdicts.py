@@ -51,11 +51,11 @@ def _queue_timeout_is_first(request: Request, received: float) -> bool:
     return request.deadline is None or received + request.queue_timeout_ms / 1000 <= request.deadline
 
 
-def failure_of(end: SequenceEnd, request: Request) -> Failure:
+def failure_of(end: SequenceEnd, request: Request, tokens_sent: int) -> Failure:
     """The status of a request whose sequence failed; the worker's words are for the log."""
     reason = errors.reason_name(end.error_reason)
     if reason == "CONSTRAINT_DEAD_END":
-        return errors.constraint_dead_end(end.message, end.completion_tokens)
+        return errors.constraint_dead_end(end.message, end.completion_tokens, tokens_sent)
     log.error("event=sequence_failed request=%s reason=%s why=%r", request.request_id, reason, end.message)
     return errors.device_out_of_memory() if reason == "DEVICE_OUT_OF_MEMORY" else errors.internal()
 
