@@ -130,7 +130,7 @@ class PinDesk:
             pending.is_computed = True
             self._pending[sequence_id] = pending
             return
-        text = f"the prefix cannot be computed: {outcome.status.name} {outcome.message}"
+        text = f"prefix: cannot be computed: {outcome.status.name} {outcome.message}"
         self._refuse(pending, *_REFUSALS.get(outcome.status, _BROKEN), text)
 
     def _answer(self, pending: _Pending, outcome: PinOutcome, now: float) -> None:
@@ -151,7 +151,7 @@ class PinDesk:
                 CallFailure(pending.command.ticket, CallError.FAILED_PRECONDITION, reason, text, about)
             )
         elif not outcome.needed_pages:
-            text = "the prefix has no whole page"
+            text = "prefix: has no whole page"
             self._refuse(pending, *_IMPOSSIBLE, text)
         else:
             self._refuse(pending, *_BROKEN, "its pages were computed and are gone already")

@@ -77,7 +77,7 @@ class RowDesk:
         """Takes a call, or refuses it at once."""
         last = self._pool.max_running
         if any(row > last for row in asked.rows):
-            text = f"row {max(asked.rows)}, the last is {last}"
+            text = f"rows: row {max(asked.rows)}, the last is {last}"
             self._refuse(asked, CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD, text)
         elif len(self._waiting) >= MAX_CALLS:
             text = f"{MAX_CALLS} calls wait for rows of the page table"

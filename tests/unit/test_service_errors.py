@@ -7,6 +7,9 @@ from google.rpc import error_details_pb2, status_pb2
 from kvatlas.v1.errors_pb2 import ErrorReason
 from service import errors
 from service.errors import Failure, Violation
+from service.fleet.codec import CommandReply
+from service.fleet.command_desk import CommandFailed
+from service.handlers.asking import failure_of
 from service.handlers.verdicts import refusal_of
 from service.request import AddOutcome, AddStatus, Output, Request, Sampling, Stops
 
@@ -132,3 +135,23 @@ def test_a_refusal_names_the_limit_that_ends_first(
     outcome = AddOutcome(7, AddStatus.TIMEOUT_TOO_SHORT, estimated_wait_ms=estimated_wait_ms)
     refusal = refusal_of(outcome, request, None, received=100.0, attempts_before=0)
     assert refusal.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("message", "paths"),
+    [
+        ("page_sizes: 7 is no multiple of 8 tokens", ["page_sizes"]),
+        ("pool_slots, page_sizes: 300 combinations, at most 256", ["pool_slots", "page_sizes"]),
+        ("prefix: cannot be computed: TOO_LONG", ["prefix"]),
+        ("no field is named: none", []),
+    ],
+)
+def test_what_a_worker_refuses_names_its_fields_as_what_the_service_refuses(
+    message: str, paths: list[str]
+) -> None:
+    reply = CommandReply(code=3, error_reason=ErrorReason.ERROR_REASON_INVALID_FIELD, message=message)
+    failure = failure_of(CommandFailed(reply))
+    _, kinds, _ = taken_apart(failure)
+    assert failure.message == message
+    assert [violation.path for violation in failure.violations] == paths
+    assert ("BadRequest" in kinds) == bool(paths)
