@@ -146,13 +146,13 @@ def exceeds_page_pool(needed_pages: int, total_pages: int, prompt_tokens: int, m
     return Failure(grpc.StatusCode.INVALID_ARGUMENT, "EXCEEDS_PAGE_POOL", message, metadata)
 
 
-def constraint_dead_end(why: str, completion_tokens: int) -> Failure:
+def constraint_dead_end(why: str, completion_tokens: int, tokens_sent: int) -> Failure:
     """No token could follow what was put out: the request would end so again."""
     return Failure(
         grpc.StatusCode.INVALID_ARGUMENT,
         "CONSTRAINT_DEAD_END",
         f"after {completion_tokens} tokens nothing that the constraint allows could follow: {why}",
-        {"tokens_sent": str(completion_tokens)},
+        {"tokens_sent": str(tokens_sent)},
     )
 
 

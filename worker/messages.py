@@ -236,6 +236,7 @@ class CheckAnswer:
 class CallError(IntEnum):
     """Why a call failed; numbers are those of google.rpc.Code."""
 
+    CANCELLED = 1
     INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
@@ -258,6 +259,7 @@ class CallReason(IntEnum):
     NOT_READY = 12
     FEATURE_DISABLED = 15
     INTERNAL = 19
+    CANCELLED_BY_OPERATOR = 21
     PIN_LIMIT = 24
     RECORDING_NOT_FOUND = 25
     RECORDING_RUNNING = 26

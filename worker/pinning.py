@@ -20,7 +20,7 @@ from worker.messages import (
 from worker.scheduling.output import FinishCode, OutputColumns
 from worker.scheduling.pins import MAX_PINS, PinOutcome, PinStatus
 from worker.scheduling.pins import Pin as KeptPin
-from worker.scheduling.request import AddStatus, RequestSpec
+from worker.scheduling.request import AbortReason, AddStatus, RequestSpec
 from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.scheduler import Scheduler
 
@@ -40,12 +40,14 @@ class _Pending:
 
 _BROKEN = (CallError.INTERNAL, CallReason.INTERNAL)
 _DRAINING = (CallError.UNAVAILABLE, CallReason.DRAINING)
+_REPLACED = (CallError.CANCELLED, CallReason.CANCELLED_BY_OPERATOR)
 _ENDS = {FinishCode.DRAINED: _DRAINING}
+_IMPOSSIBLE = (CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD)
 _REFUSALS = {
+    AddStatus.TOO_LONG: _IMPOSSIBLE,
+    AddStatus.NEVER_FITS: _IMPOSSIBLE,
     AddStatus.QUEUE_FULL: (CallError.UNAVAILABLE, CallReason.QUEUE_FULL),
     AddStatus.DRAINING: _DRAINING,
-    AddStatus.TOO_LONG: (CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD),
-    AddStatus.NEVER_FITS: (CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD),
 }
 
 
@@ -60,6 +62,7 @@ class PinDesk:
 
     def obey(self, command: Pin, now: float) -> None:
         """Pins or unpins; answered at once, or when the prefix was computed."""
+        self._drop_older(command, now)
         if not command.token_ids:
             self._scheduler.unpin(command.name, now)
             self._outputs.put(PinAnswer(command.ticket, ()))
@@ -71,6 +74,16 @@ class PinDesk:
             self._compute(pending, now)
         else:
             self._answer(pending, outcome, now)
+
+    def _drop_older(self, command: Pin, now: float) -> None:
+        """What a name is to stand for is said by the last order, not by the one that is computed last."""
+        order = (command.token_ids, command.salt)
+        for sequence_id, pending in list(self._pending.items()):
+            older = pending.command
+            if older.name == command.name and (older.token_ids, older.salt) != order:
+                del self._pending[sequence_id]
+                self._scheduler.abort([sequence_id], AbortReason.OPERATOR, now)
+                self._refuse(pending, *_REPLACED, "a later order of this name came")
 
     def list(self, command: ListPins, now: float) -> None:
         """All pins, by name."""
@@ -141,7 +154,7 @@ class PinDesk:
             )
         elif not outcome.needed_pages:
             text = "prefix: has no whole page"
-            self._refuse(pending, CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD, text)
+            self._refuse(pending, *_IMPOSSIBLE, text)
         elif pending.num_computed < MAX_COMPUTED:  # a flush took its pages while they were computed
             self._compute(pending, now)
         else:

@@ -1,7 +1,7 @@
 """Asking workers: which one a request means, and what its no means for the client."""
 
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import grpc
@@ -12,8 +12,8 @@ from service.errors import Failure, Violation
 from service.fleet.link import CommandFailed, WorkerUnavailable
 from service.fleet.mirrors import KeptMirror, PageMirrors, replies_to
 
-_AT_A_FIELD = re.compile(r"([a-z_]+): (.+)", re.DOTALL)
-"""How a worker says what is wrong with a request: its field, a colon, why."""
+_FIELDS = re.compile(r"(\w+(?:, \w+)*): (.+)", re.DOTALL)
+"""A worker's words for INVALID_FIELD: the fields of what it was asked, and what is wrong with them."""
 
 
 def named_worker(mirrors: PageMirrors, worker_id: str) -> KeptMirror:
@@ -78,6 +78,10 @@ def failure_of(failed: CommandFailed) -> Failure:
     )
     reason = errors.reason_name(failed.error_reason)
     retry_ms = 1000 if status is grpc.StatusCode.RESOURCE_EXHAUSTED else None
-    at = _AT_A_FIELD.fullmatch(failed.message) if reason == "INVALID_FIELD" else None
-    violations = [Violation(at[1], at[2])] if at is not None else []
-    return Failure(status, reason, failed.message, failed.metadata, violations, retry_ms)
+    violations = _violations(failed.message) if reason == "INVALID_FIELD" else ()
+    return Failure(status, reason, failed.message, failed.metadata, violations, retry_ms=retry_ms)
+
+
+def _violations(message: str) -> Sequence[Violation]:
+    found = _FIELDS.fullmatch(message)
+    return [Violation(path, found[2]) for path in found[1].split(", ")] if found is not None else ()

@@ -30,6 +30,8 @@ MAX_FILE_BYTES = 4 << 20
 MAX_CONFIGURED = 256
 SET_SECONDS = 60.0
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 30.0
+_FINAL = ("INVALID_ARGUMENT", "FAILED_PRECONDITION", "NOT_FOUND", "CANCELLED")
+"""Statuses of a pin that is not set again: it cannot be, or an operator wants another under its name."""
 
 log = logging.getLogger("service.pins")
 
@@ -150,7 +152,7 @@ class PinKeeper:
                 (done,) = await self._pinner.set(asked, SET_SECONDS)
             except Failure as failure:
                 log.error("event=pin_failed pin=%s worker=%s why=%r", pin.name, asked.worker_id, str(failure))
-                if failure.status.name in ("INVALID_ARGUMENT", "FAILED_PRECONDITION", "NOT_FOUND"):
+                if failure.status.name in _FINAL:
                     return
             except Exception:  # a bug of ours or the worker's: the pin is wanted all the same
                 log.exception("event=pin_failed pin=%s worker=%s", pin.name, asked.worker_id)

@@ -202,7 +202,13 @@ class GenerationRun:
             placement.end_as_aborted(placement.lost())
         elif placement.is_first_attempt:
             if outcome.status not in _RETRYABLE or not placement.send_to_other():
-                raise refusal_of(outcome, self.request, self._pool.facts, self._attempts_before)
+                raise refusal_of(
+                    outcome,
+                    self.request,
+                    self._pool.facts,
+                    received=self.account.received,
+                    attempts_before=self._attempts_before,
+                )
         elif outcome.status in _RETRYABLE:
             placement.refused()
         else:
@@ -257,7 +263,7 @@ class GenerationRun:
             case FinishCode.QUEUE_TIMEOUT:
                 raise errors.queue_timeout(self.request.queue_timeout_ms)
             case FinishCode.FAILED:
-                raise failure_of(end, self.request)
+                raise failure_of(end, self.request, self.tokens_sent)
 
     def _take(self, choice: Choice) -> Piece:
         piece = choice.take()

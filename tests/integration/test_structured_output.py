@@ -133,8 +133,20 @@ def test_a_dead_end_has_its_reason_and_harms_nobody(fleet: Fleet) -> None:
         found = refusal(fleet, dead)
         assert neighbour.result().choices[0].finish_reason == EOS
     assert (found.code, found.reason) == ("INVALID_ARGUMENT", "CONSTRAINT_DEAD_END")
-    assert found.metadata["tokens_sent"] == "3"
+    assert "after 3 tokens" in found.message
+    assert found.metadata["tokens_sent"] == "0"  # an answer that is sent whole was not
     wait_for(lambda: is_idle(fleet), "the pages of the dead end", fleet.workers)
+
+
+def test_a_dead_end_within_a_stream_says_how_much_of_it_was_sent(fleet: Fleet) -> None:
+    spec = spec_of(regex="abc", stop={"min_tokens": 8}, n=2)
+    spec.output.format = pb.OUTPUT_FORMAT_TOKEN_IDS
+    messages: list[pb.StreamGenerateResponse] = []  # keeps what came before the end
+    with pytest.raises(grpc.RpcError) as caught:
+        messages.extend(fleet.generation.StreamGenerate(pb.StreamGenerateRequest(spec=spec), timeout=60))
+    received = sum(len(message.delta.token_ids) for message in messages)
+    found = Refusal.of(caught.value)
+    assert (found.reason, found.metadata["tokens_sent"]) == ("CONSTRAINT_DEAD_END", str(received))
 
 
 def test_the_feature_is_told(fleet: Fleet) -> None:

@@ -299,6 +299,27 @@ def test_work_that_finds_no_room_is_refused_and_a_closed_pool_takes_none() -> No
     assert not threads.submit(ran.release)
 
 
+def test_an_end_waits_for_no_work_that_a_thread_takes_before_it() -> None:
+    """What stood in the queue at one look may be gone at the next: one of a few dozen ends never came."""
+    interval = sys.getswitchinterval()
+    closer = threading.Thread(target=_open_and_close, args=(500,), daemon=True)
+    sys.setswitchinterval(1e-6)  # threads change places wherever they can
+    try:
+        closer.start()
+        closer.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not closer.is_alive()
+
+
+def _open_and_close(times: int) -> None:
+    for _ in range(times):
+        threads = DeepThreads("test", num_threads=4)
+        for _ in range(20):
+            threads.submit(lambda: None)
+        threads.close()
+
+
 def test_behind_output_that_breaks_the_constraint_nothing_is_allowed_not_even_the_end() -> None:
     """A client goes on with tokens of its own saying: the library would allow EOS, as if all were well."""
     words = array("I", [0xFFFFFFFF] * (SIZE // 32))

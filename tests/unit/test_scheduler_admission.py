@@ -131,6 +131,22 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     assert harness.add(request(50, range(4), deadline=harness.now + 60)).status == AddStatus.ACCEPTED
 
 
+def test_a_deadline_is_held_against_the_wait_for_those_who_go_first() -> None:
+    """One of higher priority passes those that wait: their number says nothing of its own wait."""
+    harness = make(max_running=1, max_step_tokens=9)
+    for number in range(1, 30):
+        harness.add(request(number, range(4), max_tokens=2))
+    for _ in range(40):
+        harness.turn()
+    soon = harness.now + 0.02
+    assert harness.add(request(50, range(4), deadline=soon)).status == AddStatus.TIMEOUT_TOO_SHORT
+    urgent = harness.add(request(50, range(4), queue_deadline=soon, priority=1))
+    assert (urgent.status, urgent.queue_position) == (AddStatus.ACCEPTED, 0)
+    patient = harness.add(request(51, range(4), deadline=soon, priority=-1))
+    assert patient.status == AddStatus.TIMEOUT_TOO_SHORT
+    assert patient.queue_position == harness.scheduler.counts().waiting_requests
+
+
 def test_the_answer_says_what_all_samples_need_at_most() -> None:
     harness = make(num_pages=40)
     outcome = harness.add(request(1, range(9), max_tokens=7, sample_count=3))

@@ -282,6 +282,36 @@ def test_a_short_prompt_behind_long_ones_starts_within_a_few_steps() -> None:
     assert not harness.answers[3].tokens
 
 
+@pytest.mark.parametrize("num_long", [1, 3, 8])
+def test_however_many_prompts_are_unfinished_one_of_higher_priority_starts_before_them(num_long: int) -> None:
+    """B040: each of them takes three quarters of what is left, until nothing is; then it was not let in."""
+    harness = make(num_pages=4000, max_running=32, max_step_tokens=256, max_context_tokens=1500)
+    for number in range(num_long):
+        harness.add(request(number, range(1400 * number, 1400 * number + 1400)))
+    for _ in range(3):
+        harness.turn()
+    harness.add(request(99, range(4), priority=1))
+    for _ in range(2):
+        harness.turn()
+    assert harness.answers[99].tokens
+    assert not any(harness.answers[number].tokens for number in range(num_long))
+
+
+def test_prompts_go_on_behind_one_of_higher_priority_that_does_not_fit() -> None:
+    harness = make(num_pages=64, max_running=9, max_step_tokens=16, max_context_tokens=256)
+    prompts = {number: range(100 * number, 100 * number + 20) for number in range(1, 6)}
+    for number, prompt in prompts.items():
+        harness.add(request(number, prompt))
+    harness.turn()
+    harness.add(request(9, range(900, 1140), priority=1))
+    harness.turn()
+    assert harness.answers[9].start is None
+    while not all(harness.answers[number].end for number in prompts):
+        harness.turn()
+    harness.run()
+    assert len(harness.answers[9].tokens) == 4
+
+
 def test_tokens_that_nobody_else_can_use_go_to_the_first_prompt() -> None:
     harness = make(num_pages=64, max_step_tokens=41, max_context_tokens=200, max_running=2)
     harness.add(request(1, range(100)))

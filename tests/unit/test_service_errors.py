@@ -7,6 +7,11 @@ from google.rpc import error_details_pb2, status_pb2
 from kvatlas.v1.errors_pb2 import ErrorReason
 from service import errors
 from service.errors import Failure, Violation
+from service.fleet.codec import CommandReply
+from service.fleet.command_desk import CommandFailed
+from service.handlers.asking import failure_of
+from service.handlers.verdicts import refusal_of
+from service.request import AddOutcome, AddStatus, Output, Request, Sampling, Stops
 
 FAILURES = [
     errors.invalid_fields([Violation("spec.text", "must not be empty")]),
@@ -103,3 +108,50 @@ def test_the_over_long_prompt_is_told_the_real_limits() -> None:
     """B044: L, the prompt's length and the limit, never what is left after max_tokens."""
     message = errors.prompt_too_long(2100, 2047, 2048).message
     assert all(number in message for number in ("2100", "2047", "2048"))
+
+
+@pytest.mark.parametrize(
+    ("queue_timeout_ms", "deadline", "reason"),
+    [
+        (3, None, "QUEUE_TIMEOUT"),  # it passed on the way, whatever the worker knows of its queue
+        (0, 107.0, "DEADLINE_TOO_SHORT"),
+        (5_000, 107.0, "QUEUE_TIMEOUT"),
+        (5_000, 101.0, "DEADLINE_TOO_SHORT"),
+    ],
+)
+@pytest.mark.parametrize("estimated_wait_ms", [0, 9_000])
+def test_a_refusal_names_the_limit_that_ends_first(
+    queue_timeout_ms: int, deadline: float | None, reason: str, estimated_wait_ms: int
+) -> None:
+    request = Request(
+        "id",
+        [1],
+        Sampling(0.0, 1.0, 0, 0.0, 1.0, 0.0, 0.0, 0),
+        Stops(4),
+        Output(),
+        queue_timeout_ms=queue_timeout_ms,
+        deadline=deadline,
+    )
+    outcome = AddOutcome(7, AddStatus.TIMEOUT_TOO_SHORT, estimated_wait_ms=estimated_wait_ms)
+    refusal = refusal_of(outcome, request, None, received=100.0, attempts_before=0)
+    assert refusal.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("message", "paths"),
+    [
+        ("page_sizes: 7 is no multiple of 8 tokens", ["page_sizes"]),
+        ("pool_slots, page_sizes: 300 combinations, at most 256", ["pool_slots", "page_sizes"]),
+        ("prefix: cannot be computed: TOO_LONG", ["prefix"]),
+        ("no field is named: none", []),
+    ],
+)
+def test_what_a_worker_refuses_names_its_fields_as_what_the_service_refuses(
+    message: str, paths: list[str]
+) -> None:
+    reply = CommandReply(code=3, error_reason=ErrorReason.ERROR_REASON_INVALID_FIELD, message=message)
+    failure = failure_of(CommandFailed(reply))
+    _, kinds, _ = taken_apart(failure)
+    assert failure.message == message
+    assert [violation.path for violation in failure.violations] == paths
+    assert ("BadRequest" in kinds) == bool(paths)

@@ -6,7 +6,7 @@ Knows token ids only as keys. What-if runs the same code.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -243,6 +243,10 @@ class PageCache:
     def num_newly_pinned(self, pages: Sequence[int]) -> int:
         """Pages among these that no pin keeps yet."""
         return sum(page not in self._pin_counts for page in pages)
+
+    def num_pinned_once(self, pages: Iterable[int]) -> int:
+        """Pages among these that one pin keeps and no other."""
+        return sum(self._pin_counts[page] == 1 for page in pages)
 
     def check(self, window: range | None = None) -> list[Violation]:
         """Invariants of pool and index, and between them, for the pages in ``window``; None: for all."""

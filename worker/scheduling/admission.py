@@ -4,10 +4,13 @@ Counts whole pages of each sequence (H2), and that cached pages which a request 
 available to anybody else afterwards (B011). Nothing is taken before the decision.
 """
 
+from array import array
+from sys import maxsize
 from typing import NamedTuple
 
 from worker.pages.page_cache import Lookup
 from worker.scheduling.books import Books
+from worker.scheduling.fitting import pages_found
 from worker.scheduling.output import PrefixCounts, SequenceStart
 from worker.scheduling.request import AddOutcome, AddStatus, RequestSpec
 from worker.scheduling.sequence import NOTHING_KNOWN, Place, Request, Sequence
@@ -74,8 +77,10 @@ class Admission:
         books = self._books
         longest = books.config.max_context_tokens
         num_tokens = len(spec.prompt_token_ids) + len(spec.resume_token_ids)
-        usable = books.config.cache.num_pages - books.cache.num_pinned_pages
         needed = books.cache.pages_for(limit)
+        usable = books.config.cache.num_pages - books.cache.num_pinned_pages
+        if needed > usable:
+            usable += self._num_pinned_found(spec)
         if num_tokens >= longest:
             message = f"a prompt of {num_tokens} tokens leaves no room for output in a context of {longest}"
             return AddOutcome(AddStatus.TOO_LONG, 0, 0.0, needed, usable, message)
@@ -87,15 +92,27 @@ class Admission:
             return AddOutcome(AddStatus.NEVER_FITS, 0, 0.0, needed, usable, message)
         return None
 
+    def _num_pinned_found(self, spec: RequestSpec) -> int:
+        """Pinned pages that are no loss to this request: it shares them."""
+        tokens = array("I", [*spec.prompt_token_ids, *spec.resume_token_ids])
+        pages = pages_found(self._books, spec, tokens)
+        return sum(map(self._books.cache.pool.is_pinned, pages))
+
     def _too_late(self, spec: RequestSpec, now: float) -> AddOutcome | None:
         books = self._books
         wait = self.estimated_wait(books.num_queued)
         if books.num_queued >= books.config.max_queued_requests:
             return AddOutcome(AddStatus.QUEUE_FULL, books.num_queued, wait)
+        position = books.queue.position((self.urgency(spec, now), maxsize))
+        wait = self.estimated_wait(position)
         for deadline in (spec.deadline, spec.queue_deadline):
             if deadline is not None and (now >= deadline or now + wait > deadline):
-                return AddOutcome(AddStatus.TIMEOUT_TOO_SHORT, books.num_queued, wait)
+                return AddOutcome(AddStatus.TIMEOUT_TOO_SHORT, position, wait)
         return None
+
+    def urgency(self, spec: RequestSpec, now: float) -> float:
+        """The first part of its rank, if it comes now."""
+        return now - spec.priority * self._books.config.aging_seconds
 
     def estimated_wait(self, position: int) -> float:
         """Seconds until a request with so many before it is admitted; 0: unknown."""
@@ -174,6 +191,8 @@ class Admission:
         if is_first and request.spec.cache_read and books.config.cache.sharing:
             request.prefix = self._count_prefix(sequence, need.lookup)
         self.take_over(sequence, need.lookup)
+        request.recomputed_tokens += max(0, sequence.lost_tokens - sequence.num_computed)
+        sequence.lost_tokens = 0
         start = SequenceStart(
             sequence_id=request.samples[0].id if is_first else sequence.id,
             prefix=request.prefix if is_first else None,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from worker.scheduling.books import Books
+from worker.scheduling.fitting import num_shared
 
 
 class PinStatus(IntEnum):
@@ -70,13 +71,15 @@ class Pins:
         needed = len(token_ids) // books.config.page_size
         pages = cache.lookup(array("I", token_ids), salt, needed).pages
         most = books.config.num_pinnable_pages
+        before = self._pins.get(name)
         pinned = cache.num_pinned_pages + cache.num_newly_pinned(pages) + needed - len(pages)
+        if before is not None:
+            pinned -= cache.num_pinned_once(set(before.pages).difference(pages))
         is_one_too_many = len(self._pins) >= MAX_PINS and name not in self._pins
-        if is_one_too_many or pinned > most or pinned + self._most_needed() > books.config.cache.num_pages:
+        if is_one_too_many or pinned > most or not self._leaves_room(name, pinned, pages):
             return PinOutcome(PinStatus.LIMIT, None, needed, len(pages), cache.num_pinned_pages, most)
         if len(pages) < needed or not needed:
             return PinOutcome(PinStatus.NOT_CACHED, None, needed, len(pages), cache.num_pinned_pages, most)
-        before = self._pins.get(name)
         cache.pin(pages)
         self.remove(name)
         num_tokens = needed * books.config.page_size
@@ -87,10 +90,19 @@ class Pins:
         self._by_first_page.setdefault(pin.pages[0], []).append(name)
         return PinOutcome(PinStatus.PINNED, pin, needed, needed, cache.num_pinned_pages, most)
 
-    def _most_needed(self) -> int:
-        """Pages that the longest live sequence may come to need."""
-        limits = [sequence.limit for sequence in self._books.sequences.values()]
-        return self._books.cache.pages_for(max(limits, default=0))
+    def _leaves_room(self, name: str, num_pinned: int, pages: Sequence[int]) -> bool:
+        """Whether all live sequences could still run alone beside so many pinned pages.
+
+        Those are the pages of all other names, and ``pages``.
+        """
+        books = self._books
+        usable = books.config.cache.num_pages - num_pinned
+        large = [s for s in books.sequences.values() if books.cache.pages_for(s.limit) > usable]
+        if not large:
+            return True
+        others = [pin.pages for pin in self._pins.values() if pin.name != name]
+        pinned = set(pages).union(*others)
+        return all(books.cache.pages_for(s.limit) <= usable + num_shared(books, s, pinned) for s in large)
 
     def remove(self, name: str) -> bool:
         """Lets go; whether there was such a pin."""

@@ -7,6 +7,7 @@ tokens and pages. How a plan becomes a Step is in step_builder.py.
 
 from array import array
 
+from worker.pages.page_cache import Lookup
 from worker.scheduling.admission import Admission
 from worker.scheduling.books import Books
 from worker.scheduling.preemption import choose_victim, preempt
@@ -20,6 +21,8 @@ from worker.stats import WaitReason
 # their own; at most, for a piece that leaves its prompt unfinished, the running sequences counted with it: a
 # few more steps, each shorter.
 LEAST_SHARE, UNFINISHED_SHARE = 1 / 32, 1 / 2
+# Of a step's tokens: what several unfinished prompts leave to one in the queue that goes before them.
+KEPT_SHARE = 1 / 16
 
 
 class Planner:
@@ -100,7 +103,7 @@ class Planner:
         books = self._books
         prompts = [sequence for sequence in books.prefills if sequence.place == Place.PREFILL]
         for number, sequence in enumerate(prompts):
-            if budget <= 0:
+            if budget <= 0 or (plan.spans and self._keeps_rest(sequence, budget)):
                 break
             if not sequence.looked_up:
                 self._look_up(sequence, plan)
@@ -108,12 +111,18 @@ class Planner:
             budget -= self._take_piece(plan, sequence, budget, is_last)
         return budget
 
+    def _keeps_rest(self, sequence: Sequence, budget: int) -> bool:
+        """Whether the rest is for the first of the queue, or it waits until one of many prompts is over."""
+        queue, kept = self._books.queue, int(self._books.config.max_step_tokens * KEPT_SHARE)
+        return len(queue) > 0 and queue[0].rank < sequence.rank and budget <= max(kept, 4)
+
     def _look_up(self, sequence: Sequence, plan: Plan) -> None:
         """A sample that waited for another one's prompt computes it itself."""
-        found = self._admission.need(sequence).lookup
-        sequence.looked_up = True
-        if found.num_unreferenced <= self._room(plan):
-            self._admission.take_over(sequence, found)
+        pages, num_unreferenced = self._admission.need(sequence).lookup
+        # Those that nobody refers to come last. Pinned ones are always taken: without them it may never fit.
+        num_left = max(0, num_unreferenced - self._room(plan))
+        found = Lookup(pages[: len(pages) - num_left], num_unreferenced - num_left)
+        self._admission.take_over(sequence, found)
 
     def _take_piece(self, plan: Plan, sequence: Sequence, budget: int, is_last: bool) -> int:
         """Adds a span of at most ``budget`` tokens; returns its length.

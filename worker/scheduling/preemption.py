@@ -29,7 +29,7 @@ def preempt(books: Books, sequence: Sequence) -> None:
     request = sequence.request
     sequence.preemptions += 1
     request.preemptions += 1
-    request.recomputed_tokens += num_computed
+    sequence.lost_tokens = num_computed
     books.totals.preemptions += 1
     books.totals.preempted_tokens += num_computed
     books.take_out(sequence)

@@ -34,18 +34,18 @@ class RankedSequences:
         if not entries or entries[-1].rank < sequence.rank:  # mostly: it came last
             entries.append(sequence)
             return len(entries) - 1
-        at = self.position(sequence)
+        at = self.position(sequence.rank)
         entries.insert(at, sequence)
         return at
 
-    def position(self, sequence: Sequence) -> int:
-        """How many are before it."""
-        return bisect_left(self._entries, sequence.rank, key=_rank)
+    def position(self, rank: Rank) -> int:
+        """How many are before one of this rank."""
+        return bisect_left(self._entries, rank, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes it out; it must be there."""
         entries = self._entries
-        at = 0 if entries and entries[0] is sequence else self.position(sequence)
+        at = 0 if entries and entries[0] is sequence else self.position(sequence.rank)
         assert at < len(entries), f"{sequence} is not here"
         assert entries[at] is sequence, f"{sequence} is not here"
         del entries[at]

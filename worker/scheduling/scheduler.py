@@ -77,7 +77,7 @@ class Scheduler:
             return refusal
         books = self._books
         request = Request(spec, now)
-        urgency = now - spec.priority * self.config.aging_seconds
+        urgency = self._admission.urgency(spec, now)
         for number in range(spec.sample_count):
             rank = (urgency, next(self._numbers))
             request.samples.append(Sequence(request, number, rank, limit, self.config.eos_token_ids))

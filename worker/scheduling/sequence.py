@@ -135,6 +135,7 @@ class Sequence:
         "last_tick",
         "limit",
         "looked_up",
+        "lost_tokens",
         "num_computed",
         "num_launched",
         "num_prompt",
@@ -193,6 +194,7 @@ class Sequence:
         self.edge = 0  # when it needs a page; see DecodeBatch
         self.last_tick = 0
         self.preemptions = 0
+        self.lost_tokens = 0  # that were computed when it was preempted, until it is let in again
         self.skips = 0
         self.wait_reason = WaitReason.NONE
         self.blocked_need = 0
