@@ -39,7 +39,7 @@ class PoolSnapshot:
     flags: bytes  # PageFlag
     ref_counts: "array[int]"  # 'H'
     filled_slots: "array[int]"  # 'H'
-    owners: "array[int]"  # 'H': the oldest that refers to the page; 0: none
+    owners: "array[int]"  # 'H': of those that refer to the page the first that was let in; 0: none
     hit_counts: "array[int]"  # 'H'
     parent_page_ids: "array[int]"  # 'I'
     born_ms: "array[int]"  # 'I'

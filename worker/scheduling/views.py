@@ -193,8 +193,7 @@ def snapshot(books: Books, sequences: tuple[SequenceView, ...]) -> PoolSnapshot:
     """Planes of the pool, completed by what only sequences know: owners and filled slots."""
     planes = books.cache.pool.planes()
     page_size, owners, filled = books.config.page_size, planes.owners, planes.filled_slots
-    youngest_first = sorted(books.by_owner.values(), key=lambda sequence: -sequence.rank[1])
-    for sequence in youngest_first:
+    for sequence in reversed(books.by_owner.values()):  # who was let in last first: earlier ones count
         pages, num_tokens = sequence.pages, sequence.computed
         for page in pages:
             owners[page] = sequence.owner
