@@ -217,7 +217,7 @@ def filled_slots(ledger: Ledger, snapshot: PoolSnapshot) -> list[int]:
 
 
 def compare_owners(fold: Fold, snapshot: PoolSnapshot) -> None:
-    """An owner is one of those who hold the page; the oldest is the first that was let in there, the first that took the page here."""
+    """An owner is one of those who hold the page: the first that was let in there, that took it here."""
     holders: dict[int, set[int]] = {}
     for view in snapshot.sequences:
         for page in view.page_ids:
