@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from typing import Self
 
 from kvatlas.client.aio import AsyncClient
 from kvatlas.client.errors import KvatlasError
+from kvatlas.free_ports import free_ports
 from kvatlas.seam_keys import write_pair
 from kvatlas.v1 import server_pb2
 
@@ -150,7 +150,7 @@ class ChaosStack:
         self.folder = Path(tempfile.mkdtemp(prefix="kvatlas-chaos-"))
         self.namespaces = [Namespace(number) for number in range(2)] if with_network else []
         keys = self._keys() if with_network else {"worker": {}, "service": {}}
-        self.addresses = [f"127.0.0.1:{_free_port()}" for _ in range(NUM_SERVICES)]
+        self.addresses = [f"127.0.0.1:{port}" for port in free_ports(NUM_SERVICES)]
         engines = [self._engine(number) for number in range(2)]
         self.workers = [
             self._node(
@@ -303,10 +303,3 @@ async def until(condition: Callable[[], object], what: str, seconds: float) -> N
 
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -6,7 +6,6 @@ over the services' addresses.
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import BinaryIO, TypeAlias
 
 import grpc
 
+from kvatlas.free_ports import free_ports
 from kvatlas.v1 import server_pb2, server_pb2_grpc
 
 END_SECONDS = 20.0
@@ -79,7 +79,7 @@ def run_stack(
         worker = start("worker", flags)
         addresses, processes = [], [worker]
         for number in range(services):
-            addresses.append(f"127.0.0.1:{_free_port()}")
+            addresses.append(f"127.0.0.1:{free_ports(1)[0]}")
             flags = {"address": addresses[-1], "workers": engine, "model": model, "metrics-address": ""}
             flags |= {"log-level": level, "no-access-log": None, "drain-listen": 0}
             processes.append(start("service", flags, number))
@@ -133,10 +133,3 @@ def _wait_until_serving(address: str, processes: "list[Process]", deadline: floa
             if time.monotonic() > deadline:
                 raise StackDied(f"{address} has no warm worker")
             time.sleep(0.02)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ import zmq
 from benchmarks.record import RESULTS, percentile, write_result
 from benchmarks.scripted_worker import ACK
 from benchmarks.stack import ending
+from kvatlas.free_ports import free_ports
 from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc, server_pb2, server_pb2_grpc
 
@@ -188,7 +188,7 @@ def steps_of(case: Case, seconds: float) -> int:
 def processes(model: str, folder: Path, core: int | None) -> Iterator[tuple[str, str, psutil.Process]]:
     """Service and worker; yields the address, the control address and the service's process."""
     engine, control = f"ipc://{folder}/engine", f"ipc://{folder}/control"
-    port = _free_port()
+    port = free_ports(1)[0]
     parent = ("--parent-watch", str(os.getpid()))  # they end with us, however we end
     worker_command = [
         *(sys.executable, "-m", "benchmarks.scripted_worker", "--engine", engine, "--control", control),
@@ -213,13 +213,6 @@ def _pin(service: int, core: int, worker: int) -> None:
     os.sched_setaffinity(service, {core})
     for process in (worker, 0):
         os.sched_setaffinity(process, others or {core})
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def _until_serving(address: str) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from deploy.prometheus.local import free_addresses
+from kvatlas.free_ports import free_ports
 from kvatlas.models.config import child_environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,7 +87,7 @@ class LocalStack:
         self._folder = folder
         self._volumes = dict(volumes)
         ports = sorted(_ports(text))
-        free = [address.rpartition(":")[2] for address in free_addresses(len(ports))]
+        free = [str(port) for port in free_ports(len(ports))]
         self._ports = dict(zip(ports, free, strict=True))
         self._services: dict[str, _Service] = {}
         self.left_out: list[str] = []

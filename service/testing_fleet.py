@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 
 from kvatlas.cli.config import child_environment
+from kvatlas.free_ports import free_ports
 from kvatlas.v1 import cache_pb2, cache_pb2_grpc, generation_pb2_grpc
 from kvatlas.v1 import generation_pb2 as pb
 from service.testing import RunningService, running_service
@@ -84,8 +85,7 @@ class Cable:
     """
 
     def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as bound:
-            self.worker_port: int = bound.getsockname()[1]
+        self.worker_port = free_ports(1)[0]
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._whole = threading.Event()

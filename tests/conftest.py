@@ -17,7 +17,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -134,13 +133,9 @@ def _threads_at_first(torch: Any) -> int:
 @pytest.fixture(scope="session")
 def free_port() -> Callable[[], int]:
     """A port of the loopback that nobody listens on right now."""
+    from kvatlas.free_ports import free_ports
 
-    def choose() -> int:
-        with socket.create_server(("127.0.0.1", 0)) as bound:
-            port: int = bound.getsockname()[1]
-            return port
-
-    return choose
+    return lambda: free_ports(1)[0]
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ data; each ends with its context. Used by what checks the rules and dashboards a
 
 import json
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -14,13 +13,15 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from kvatlas.free_ports import free_ports
 
 READY_SECONDS = 90.0
 END_SECONDS = 30.0
@@ -106,7 +107,7 @@ def running_prometheus(
         config["alerting"] = {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]}
     path = folder / "prometheus.yml"
     path.write_text(yaml.safe_dump(config))
-    address = free_address()
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     command = [
         "prometheus",
         f"--config.file={path}",
@@ -124,7 +125,7 @@ def running_alertmanager(folder: Path, config: Mapping[str, Any]) -> Iterator[st
     """An Alertmanager with this configuration; its address."""
     path = folder / "alertmanager.yml"
     path.write_text(yaml.safe_dump(dict(config)))
-    address = free_address()
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     command = [
         "prometheus-alertmanager",
         f"--config.file={path}",
@@ -161,18 +162,6 @@ def receiving_alerts(keep: Callable[[str, Mapping[str, Any]], None]) -> Iterator
         server.shutdown()
         thread.join()
         server.server_close()
-
-
-def free_address() -> str:
-    """An address of the loopback that nobody listens on right now."""
-    return free_addresses(1)[0]
-
-
-def free_addresses(count: int) -> list[str]:
-    """So many different ones: one after the other would be given twice now and then."""
-    with ExitStack() as stack:
-        bound = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [f"127.0.0.1:{each.getsockname()[1]}" for each in bound]
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import pytest
 import yaml
 
 from dashboard import config as dashboard_config
-from deploy.prometheus.local import free_addresses
 from service import config as service_config
 from worker import config as worker_config
 
@@ -186,8 +185,3 @@ def test_targets_are_the_ports_that_the_processes_listen_on() -> None:
         assert host == name, "the name of the container within the network"
         assert f"http://127.0.0.1:{port}/" in json.dumps(SERVICES[name]["healthcheck"])
         assert port in said
-
-
-def test_addresses_that_are_asked_for_together_are_all_different() -> None:
-    """One by one, about one in a hundred stacks had a port twice; of so many some are always."""
-    assert len(set(free_addresses(400))) == 400

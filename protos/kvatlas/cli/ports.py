@@ -2,10 +2,9 @@
 
 import contextlib
 import errno
-import socket
-from collections.abc import Iterator
 
 from kvatlas.cli.exits import USAGE, CommandFailed
+from kvatlas.free_ports import held_port
 from kvatlas.settings import is_port
 
 
@@ -28,7 +27,7 @@ def choose_ports(wanted: dict[str, tuple[str, int]]) -> dict[str, int]:
     with contextlib.ExitStack() as held:
         for flag, (host, port) in wanted.items():
             try:
-                chosen[flag] = held.enter_context(_held(host, port))
+                chosen[flag] = held.enter_context(held_port(host, port))
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     why = f"cannot listen on {host}:{port} ({flag}): {error.strerror or error}"
@@ -37,15 +36,6 @@ def choose_ports(wanted: dict[str, tuple[str, int]]) -> dict[str, int]:
     if taken:
         raise CommandFailed(_sentence(taken), USAGE)
     return chosen
-
-
-@contextlib.contextmanager
-def _held(host: str, port: int) -> Iterator[int]:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as bound:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
-        bound.bind((host, port))
-        yield bound.getsockname()[1]
 
 
 def _sentence(taken: dict[str, int]) -> str:
