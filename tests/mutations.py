@@ -51,7 +51,7 @@ KINDS: Mapping[str, Sequence[str]] = {  # of the control plane
 }
 
 
-FIXTURES = ("tests/conftest.py",)
+FIXTURES = ("tests/conftest.py", "tests/needs.py")
 
 
 def plant(fault: Fault, folder: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels.batch import KvLayer
 from kernels.cpu.library import cpu_library
 from kernels.testing import PagedProblem, random_paged_problem
+from tests import needs
 from worker.execution.cpu_model import CpuModel, cpu_model, cpu_parts
 from worker.model.layers import Placement
 from worker.model.llama import Model
@@ -19,13 +20,14 @@ from worker.model.random_weights import random_checkpoint
 from worker.model.source import build_model
 from worker.model.toy import toy_config
 
-LIBRARY = cpu_library()
+if not needs.HAS_COMPILER:
+    pytest.skip("needs a C++ compiler: apt-get install g++", allow_module_level=True)
+
 CONFIG = toy_config(has_qk_norm=True)
 
 
 def packed() -> Model:
-    assert LIBRARY is not None, "this machine has no C++ compiler"
-    parts = cpu_parts(LIBRARY)
+    parts = cpu_parts(needs.compiled())
     return build_model(
         CONFIG,
         random_checkpoint(parameter_shapes(CONFIG), 0),
@@ -40,7 +42,7 @@ MODEL = packed()
 
 
 def fast(model: Model) -> CpuModel:
-    found = cpu_model(model, LIBRARY)
+    found = cpu_model(model, cpu_library())
     assert found is not None
     return found
 

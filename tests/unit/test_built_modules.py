@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests import needs
+
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 HEADER = Path(sysconfig.get_paths()["include"], "Python.h")
-pytestmark = pytest.mark.skipif(not HEADER.exists(), reason=f"Triton builds with {HEADER}: python3-dev")
+pytestmark = [
+    pytest.mark.skipif(not HEADER.exists(), reason=f"Triton builds with {HEADER}: python3-dev"),
+    needs.COMPILER,
+]
 
 # Built and loaded by Triton's own functions. Each file's `launch` answers with a number of its own.
 PROGRAM = """

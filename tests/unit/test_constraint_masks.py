@@ -12,10 +12,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kernels.cpu.library import cpu_library
 from kvatlas.constraints.compiler import Compiled, Compiler, TokenTable
 from kvatlas.constraints.text import ConstraintText
 from kvatlas.models.text_vocabulary import toy_vocabulary
+from tests import needs
 from worker.config import WorkerConfig
 from worker.devices import choose_device
 from worker.execution.constraint_masks import ConstraintMasks
@@ -207,9 +207,7 @@ def test_a_masked_draw_is_the_draw_from_the_allowed_tokens_alone(params: Samplin
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 100, SIZE])
 def test_the_compiled_mask_equals_the_plain_one(vocab_size: int) -> None:
-    library = cpu_library()
-    if library is None:
-        pytest.skip("no compiler here")
+    library = needs.compiled()
     chance = np.random.default_rng(vocab_size)
     rows = torch.tensor([3, 0, 2])
     words = torch.from_numpy(chance.integers(-(2**31), 2**31, (3, -(-vocab_size // 32)), dtype=np.int32))

@@ -11,9 +11,9 @@ import torch
 from kernels import reference
 from kernels.batch import KvLayer, PagedBatch
 from kernels.checks import check_batch
-from kernels.cpu.library import cpu_library
 from kernels.cpu_backend import CpuBackend
 from kernels.testing import PagedProblem, assert_no_worse, random_paged_problem
+from tests import needs
 
 MAP_NORESERVE = 0x4000  # Linux; the mmap module does not name it
 
@@ -24,8 +24,9 @@ def backend(request: pytest.FixtureRequest) -> CpuBackend:
 
 
 def compiled() -> CpuBackend:
+    needs.compiled()
     backend = CpuBackend()
-    assert backend.is_compiled, "this machine has no C++ compiler"
+    assert backend.is_compiled
     return backend
 
 
@@ -135,7 +136,7 @@ def test_many_threads_agree_bit_for_bit_with_one() -> None:
     problem = random_paged_problem(
         q_lens=[1], kv_lens=[2000], num_heads=3, num_kv_heads=1, head_dim=64, page_size=16
     )
-    before = torch.get_num_threads()
+    library, before = needs.compiled(), torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         alone = run(compiled(), problem)
@@ -143,8 +144,6 @@ def test_many_threads_agree_bit_for_bit_with_one() -> None:
         split = run(compiled(), problem)
     finally:
         torch.set_num_threads(before)
-        library = cpu_library()
-        assert library is not None
         library.use_torch_threads()
     assert torch.equal(alone, split)
 

@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from kernels.cpu import build as building
-from kernels.cpu.library import CpuLibrary, cpu_library
+from kernels.cpu.library import CpuLibrary
 from kernels.cpu_backend import CpuBackend
+from tests import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,6 +34,7 @@ def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@needs.COMPILER
 def test_a_second_start_compiles_nothing(small_sources: Path, tmp_path: Path) -> None:
     first = building.build(tmp_path)
     assert first is not None
@@ -76,6 +78,7 @@ def test_a_private_folder_goes_with_its_process(tmp_path: Path) -> None:
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+@needs.COMPILER
 def test_of_two_builders_one_builds(
     small_sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -85,6 +88,7 @@ def test_of_two_builders_one_builds(
     assert caplog.text.count("event=cpu_kernels_built ") == 1
 
 
+@needs.COMPILER
 def test_without_file_locks_it_is_built_all_the_same(
     small_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +99,7 @@ def test_without_file_locks_it_is_built_all_the_same(
     assert building.build(tmp_path) is not None
 
 
+@needs.COMPILER
 def test_a_folder_that_takes_no_file_is_no_failure(
     small_sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -104,12 +109,14 @@ def test_a_folder_that_takes_no_file_is_no_failure(
     assert "No such file" in caplog.text
 
 
+@needs.COMPILER
 def test_changed_sources_are_another_library(small_sources: Path, tmp_path: Path) -> None:
     first = building.build(tmp_path)
     (small_sources / "one.cpp").write_text('extern "C" int one() { return 2; }\n')
     assert building.build(tmp_path) != first
 
 
+@needs.COMPILER
 def test_a_broken_build_leaves_nothing_and_says_why(
     small_sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -186,10 +193,12 @@ def test_without_a_compiler_torch_does_the_work(
     assert not CpuBackend(compiled=False).is_compiled
 
 
+@needs.COMPILER
 def test_an_unknown_architecture_falls_back_to_the_compilers_own(small_sources: Path, tmp_path: Path) -> None:
     assert building.build(tmp_path, architecture="no-such-processor") is not None
 
 
+@needs.COMPILER
 def test_a_library_that_lacks_a_function_is_refused(small_sources: Path, tmp_path: Path) -> None:
     path = building.build(tmp_path)
     assert path is not None
@@ -207,8 +216,7 @@ def test_the_default_cache_is_the_users_alone(tmp_path: Path, monkeypatch: pytes
 
 def test_threads_follow_torch() -> None:
     """Asked at every step, and the pool is made anew only when the number has changed."""
-    library = cpu_library()
-    assert library is not None
+    library = needs.compiled()
     before = torch.get_num_threads()
     try:
         for count in (3, 1, 2):

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from kernels.batch import KvLayer
-from kernels.cpu.library import CpuLibrary, cpu_library
+from kernels.cpu.library import CpuLibrary
 from kernels.cpu_backend import CpuBackend
 from kernels.reference import ReferenceBackend
 from kernels.testing import random_paged_problem
 from kvatlas.models.files import ModelFiles, ModelKind
+from tests import needs
 from worker.execution.cpu_model import CpuParts, cpu_model, cpu_parts
 from worker.execution.torch_runner import BAD_HIDDEN, RunnerConfig, TorchRunner
 from worker.ids import Row, SequenceId
@@ -36,9 +37,7 @@ TINY = ModelFiles(ModelKind.RANDOM, "random:tiny", "tiny", "0", shape="tiny")
 
 @pytest.fixture
 def library() -> CpuLibrary:
-    found = cpu_library()
-    assert found is not None, "this machine has no C++ compiler"
-    return found
+    return needs.compiled()
 
 
 def both(library: CpuLibrary) -> tuple[Model, Model]:

@@ -13,6 +13,7 @@ from kernels.cpu.build import build
 from kernels.cpu.library import CpuLibrary, Format
 from kernels.cpu_backend import CpuBackend
 from kernels.testing import assert_no_worse, random_paged_problem
+from tests import needs
 from worker.execution.cpu_model import cpu_operations
 from worker.execution.cpu_sampler import CpuSampler
 from worker.execution.sampler import Sampler
@@ -21,7 +22,7 @@ from worker.ids import Row, SequenceId
 from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.step import RowStart
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), needs.COMPILER]
 
 X86 = ["x86-64-v2", "x86-64-v3", "skylake-avx512"]
 ARCHITECTURES = X86 if platform.machine() == "x86_64" else ["native"]
@@ -30,7 +31,7 @@ ARCHITECTURES = X86 if platform.machine() == "x86_64" else ["native"]
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuLibrary:
     path: Path | None = build(tmp_path_factory.mktemp("kernels"), architecture=request.param)
-    assert path is not None, "this machine has no C++ compiler"
+    assert path is not None, "the compiler made none"
     older = CpuLibrary(path)
     assert not older.multiplies_integers
     return older

@@ -4,17 +4,15 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.cpu.library import cpu_library
 from kernels.testing import assert_no_worse
+from tests import needs
 from worker.execution.cpu_model import cpu_operations
 from worker.model.layers import Operations
 
 
 @pytest.fixture
 def operations() -> Operations:
-    library = cpu_library()
-    assert library is not None, "this machine has no C++ compiler"
-    return cpu_operations(library)
+    return cpu_operations(needs.compiled())
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -87,8 +85,7 @@ def test_other_dtypes_go_to_the_reference(operations: Operations, dtype: torch.d
 @pytest.mark.parametrize("width", [1, 15, 16, 17, 49152])
 def test_best_is_the_lowest_index_of_the_highest(width: int) -> None:
     """B060: ties go to the lowest id; NaN anywhere shows."""
-    library = cpu_library()
-    assert library is not None
+    library = needs.compiled()
     x = draw(6, width).round()
     x[1] = 3.0
     x[2, width // 2] = float("nan")

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import CpuLibrary, cpu_library
+from kernels.cpu.library import CpuLibrary
 from kernels.cpu.packed import PackedLinear
+from tests import needs
 from worker.execution.cpu_model import cpu_parts
 from worker.model.layers import LinearWeights, Placement
 
@@ -21,9 +22,7 @@ STORED = [*QUANTIZED, "F32", "F16", "BF16"]
 
 @pytest.fixture
 def library() -> CpuLibrary:
-    found = cpu_library()
-    assert found is not None, "this machine has no C++ compiler"
-    return found
+    return needs.compiled()
 
 
 class Source:

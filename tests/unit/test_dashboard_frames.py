@@ -1,7 +1,6 @@
 """Frames of the page feed: what Python writes, JavaScript reads, byte for byte."""
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from dashboard import frames
 from dashboard.frames import Columns
+from tests import needs
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "dashboard_frames.json"
@@ -62,7 +62,6 @@ def some_frames() -> dict[str, bytes]:
 
 
 def node(told: dict[str, str]) -> dict[str, dict[str, object]]:
-    assert shutil.which("node"), "these tests need node"
     script = READ % {"components": (ROOT / "dashboard" / "components").as_uri()}
     done = subprocess.run(
         ["node", "--input-type=module", "-e", script],
@@ -86,12 +85,14 @@ def test_bytes_are_those_that_browsers_out_there_know() -> None:
     assert golden["frames"].keys() == some_frames().keys()
 
 
+@needs.NODE
 def test_javascript_reads_golden_bytes() -> None:
     """Deflated parts may differ between releases of zlib: those of the golden file are read, too."""
     golden = json.loads(GOLDEN.read_text())["frames"]
     assert node(golden) == node({name: frame.hex() for name, frame in some_frames().items()})
 
 
+@needs.NODE
 def test_javascript_reads_what_python_wrote() -> None:
     read = node({name: frame.hex() for name, frame in some_frames().items()})
     few = columns(5)
@@ -121,6 +122,7 @@ def test_javascript_reads_what_python_wrote() -> None:
     assert [read[name]["header"]["isAll"] for name in ("lists", "all lists")] == [False, True]  # type: ignore[index]
 
 
+@needs.NODE
 def test_javascript_refuses_what_is_cut_short_or_of_another_version() -> None:
     whole = some_frames()["delta"]
     other = bytes([whole[0], frames.VERSION + 1]) + whole[2:]

@@ -1,11 +1,13 @@
 """The browser's pure modules, run under Node: planes, layouts, hit-testing, places of the tree, bytes."""
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
+from tests import needs
+
+pytestmark = needs.NODE
 ROOT = Path(__file__).parents[2]
 COMPONENTS = (ROOT / "dashboard" / "components").as_uri()
 
@@ -31,7 +33,6 @@ const told = {{}};
 
 
 def node(body: str) -> Any:
-    assert shutil.which("node"), "these tests need node"
     script = PRELUDE + body + "\nconsole.log(JSON.stringify(told));"
     done = subprocess.run(
         ["node", "--input-type=module", "-e", script], capture_output=True, text=True, timeout=60, check=False

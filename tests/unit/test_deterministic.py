@@ -16,10 +16,10 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from kernels.cpu.library import cpu_library
 from kernels.invariant_backend import InvariantBackend
 from kernels.invariant_matmul import invariant_matmul
 from kernels.testing import PagedProblem, random_paged_problem
+from tests import needs
 from worker.config import ConfigError, WorkerConfig
 from worker.execution.invariant_runner import InvariantRunner
 from worker.execution.logprobs import token_logprobs
@@ -206,7 +206,7 @@ def test_the_gpu_path_answers_alike_alone_and_in_company() -> None:
     assert answers(runner, 4, asked[1:], 64) == together[1:]
 
 
-@pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler")
+@needs.COMPILER
 def test_the_cpu_path_answers_alike_alone_in_company_and_in_other_chunks() -> None:
     """The default of a processor keeps the promise as it is: it costs nothing there."""
     config = WorkerConfig(

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels.cpu.library import cpu_library
 from kernels.reference import store_kv
+from tests import needs
 from worker.execution.kv_pool import DUMMY_CANARY, KvPool, bytes_per_page, local_kv_heads, pages_that_fit
 from worker.execution.page_table import PageTable
 from worker.ids import PageId
@@ -69,9 +69,7 @@ def test_a_store_copies_rows_and_leaves_all_others_alone(index_dtype: torch.dtyp
     slots = torch.randperm(24, generator=draw)[:5].to(index_dtype)
     before = pool.buffer.clone()
     if compiled:
-        library = cpu_library()
-        assert library is not None
-        library.store(k, v, pool.layers[1], slots.to(torch.int32))
+        needs.compiled().store(k, v, pool.layers[1], slots.to(torch.int32))
     else:
         store_kv(k, v, pool.layers[1], slots)
     assert torch.equal(pool.layers[1].k[slots.long()], k)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import cpu_library
+from tests import needs
 from worker.execution.constraint_masks import StepMasks
 from worker.execution.cpu_sampler import CpuSampler
 from worker.execution.sampler import ROWS_AT_ONCE, Filters, Sampled, Sampler, kept_candidates
@@ -46,9 +46,7 @@ class Rows:
     def _sampler(self) -> Sampler:
         if self.kind == "torch":
             return Sampler(self.state)
-        library = cpu_library()
-        assert library is not None, "this machine has no C++ compiler"
-        return CpuSampler(self.state, library)
+        return CpuSampler(self.state, needs.compiled())
 
     def start(
         self,
