@@ -58,6 +58,7 @@ threading.Thread(target=answer, daemon=True).start()
 sys.exit(command.main(sys.argv[1:]))
 """
 """The dashboard, which tells for each line of its input what it holds."""
+ROUNDS = 3
 
 
 class Tabs:
@@ -141,16 +142,23 @@ def tabs(tmp_path: Path) -> Iterator[Tabs]:
 
 
 def check(tabs: Tabs, count: int, kib_a_tab: float) -> None:
-    tabs.open_and_close(3 * len(VIEWS))  # all that is loaded once
-    before = tabs.held()
-    tabs.open_and_close(count)
-    after = tabs.held()
-    told = f"{before} {after}"
-    assert after["sessions"] <= AT_ONCE, told  # of those that have just closed
-    assert after["objects"] - before["objects"] < OBJECTS_A_TAB * count, told
-    assert after["kib"] - before["kib"] < kib_a_tab * count, told
-    assert after["files"] - before["files"] < 24, told
-    assert after["threads"] - before["threads"] < 24, told
+    """What is loaded once, and late, comes in one round; what tabs leave comes in each."""
+    tabs.open_and_close(3 * len(VIEWS))
+    told, before = [], tabs.held()
+    for _ in range(ROUNDS):
+        tabs.open_and_close(count)
+        after = tabs.held()
+        more = {name: after[name] - before[name] for name in before}
+        assert after["sessions"] <= AT_ONCE, after  # of those that have just closed
+        told.append(more)
+        if (
+            more["objects"] < OBJECTS_A_TAB * count
+            and more["kib"] < kib_a_tab * count
+            and max(more["files"], more["threads"]) < 24
+        ):
+            return
+        before = after
+    raise AssertionError(told)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
