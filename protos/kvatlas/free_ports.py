@@ -27,7 +27,7 @@ def held_port(host: str, port: int = 0) -> Iterator[int]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
-        if port or not _is_bound(bound, host, _not_the_systems()):
+        if port or not _bind_one_of(bound, host, _not_the_systems()):
             bound.bind((host, port))
         yield bound.getsockname()[1]
 
@@ -47,7 +47,8 @@ def _not_the_systems() -> range:
     return max(range(FIRST, first), range(last + 1, LAST + 1), key=len)
 
 
-def _is_bound(bound: socket.socket, host: str, ports: range) -> bool:
+def _bind_one_of(bound: socket.socket, host: str, ports: range) -> bool:
+    """Whether one of those that were tried was free."""
     for _ in range(min(MAX_TRIES, len(ports))):
         try:
             bound.bind((host, ports[(os.getpid() * PORTS_OF_PROCESS + next(_count)) % len(ports)]))

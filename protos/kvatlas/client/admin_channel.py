@@ -102,6 +102,6 @@ def _whole(path: Path) -> Iterator[IO[bytes]]:
         with aside.open("wb") as file:
             yield file
         aside.replace(target)
-    except BaseException:
+    except BaseException:  # an interrupt as well
         aside.unlink(missing_ok=True)
         raise
