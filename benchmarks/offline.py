@@ -10,11 +10,12 @@ import gc
 import time
 from array import array
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from benchmarks.record import write_result
 from benchmarks.slow_steps import SlowSteps, Times
-from benchmarks.workloads import Workload, fixed, named
+from benchmarks.workloads import TEMPERATURE, Workload, fixed, named
 from worker import first_tokens
 from worker.config import WorkerConfig
 from worker.devices import choose_device
@@ -22,12 +23,13 @@ from worker.execution.runner import Runner, StepHandle
 from worker.ids import SequenceId
 from worker.pages.page_cache import CacheConfig
 from worker.scheduling.request import AddStatus, RequestSpec
-from worker.scheduling.sampling import Constraint, SamplingParams
+from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.settings import SchedulerConfig
 from worker.scheduling.step import Step
 
 PEAK_SEQUENCES = 256
+DRAWN = SamplingParams(temperature=TEMPERATURE)
 
 
 @dataclass
@@ -70,22 +72,18 @@ class Engine:
         gc.collect()
         gc.freeze()
 
-    def run(self, workload: Workload, constraint: Constraint | None = None) -> Tally:
-        """Answers everything, within a constraint if there is one. Prompts of runs before are cached.
+    def run(self, workload: Workload, asked: Sequence[SamplingParams] = ()) -> Tally:
+        """Answers everything. Prompts of runs before are cached.
 
-        Ids outside the model's vocabulary become others within it.
+        `asked`: how each prompt's tokens are picked, where not all are DRAWN; lengths are the workload's and
+        every prompt has a seed of its own. Ids outside the model's vocabulary become others within it.
         """
         scheduler = self._scheduler
         before = scheduler.counts().output_tokens_total
         prompts = workload.within(self.vocab_size).prompts
-        for prompt, count in zip(prompts, workload.output_tokens, strict=True):
-            params = SamplingParams(
-                temperature=0.6,
-                max_tokens=count,
-                stop_at_eos=False,
-                seed=self._next_id,
-                constraint=constraint,
-            )
+        each = asked or [DRAWN] * len(prompts)
+        for prompt, count, params in zip(prompts, workload.output_tokens, each, strict=True):
+            params = replace(params, max_tokens=count, stop_at_eos=False, seed=self._next_id)
             spec = RequestSpec(SequenceId(self._next_id), array("I", prompt), params)
             outcome = scheduler.add(spec, time.monotonic())
             assert outcome.status is AddStatus.ACCEPTED, outcome

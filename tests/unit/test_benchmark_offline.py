@@ -3,8 +3,10 @@
 import gc
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
+from benchmarks import special_rows
 from benchmarks.engine_alone import first_tokens, new_prompts
 from benchmarks.offline import Engine, measure
 from benchmarks.serving_marks import Marks
@@ -96,3 +98,20 @@ def test_a_pass_that_lost_tokens_is_no_figure(engine: Engine, monkeypatch: pytes
 def test_what_came_is_counted(engine: Engine) -> None:
     assert engine.run(fixed(2, 24, 4)).output_tokens == 8
     assert engine.run(fixed(1, 24, 3, seed=2)).output_tokens == 3
+
+
+def test_special_rows_are_measured_beside_plain_ones(engine: Engine) -> None:
+    """Every case answers in full, so a step's time is of as many rows."""
+    rows = special_rows.measure(engine, num_sequences=3, num_tokens=4, repeats=1)
+    assert [row["case"] for row in rows] == list(special_rows.cases(3))
+    assert all(row["decode_step_us"] > 0 for row in rows)
+
+
+def test_the_constraint_of_the_benchmark_leaves_every_second_token() -> None:
+    progress, words = special_rows.EvenTokens().begin((8, 6)), np.zeros(2, np.int32)
+    progress.take((4,))
+    progress.take_back(2)
+    assert progress.num_tokens == 1
+    progress.write_mask(words.ctypes.data, words.nbytes)
+    allowed = np.unpackbits(words.view(np.uint8), bitorder="little").nonzero()[0]
+    assert allowed.tolist() == list(range(0, 64, 2))
