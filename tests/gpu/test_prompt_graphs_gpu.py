@@ -13,7 +13,8 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 from kernels.batch import KvLayer, LastQueries, PagedBatch
 from kernels.testing import assert_no_worse
 from kernels.triton_backend import TritonBackend
-from worker.execution.prompt_graphs import PromptGraphs
+from worker.execution.prompt_graphs import PromptGraphs, token_sizes
+from worker.execution.whole_sizes import grids_of
 from worker.model.fused import FusedModel
 from worker.model.llama import Model
 
@@ -73,8 +74,9 @@ def test_captured_steps_leave_the_bits_of_eager_ones(
     gpu_model: Callable[[str | Path, torch.dtype], Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """M-24, B083: prompts alone and beside decodes, one graph or pieces, three times each on other tokens,
-    with the last layer for all tokens, for the last of each span, and for none."""
-    monkeypatch.setattr("worker.execution.prompt_graphs.WHOLE_TOKENS", 300)
+    with the last layer for all tokens, for the last of each span, and for none; few and many decodes."""
+    monkeypatch.setattr("worker.execution.whole_sizes.WHOLE_TOKENS", 300)
+    monkeypatch.setattr("worker.execution.whole_sizes.DECODES", 2)
     model = gpu_model("random:tiny", torch.bfloat16)
     config, fused = model.config, FusedModel(model)
     shape = (SLOTS + 1, config.num_kv_heads, config.head_dim)
@@ -97,6 +99,8 @@ def test_captured_steps_leave_the_bits_of_eager_ones(
         return made, layers
 
     steps = [[(0, 100)], [(0, 256), (40, 30), (2, 3)], [(9, 1), (0, 80)], [(0, 7)], [(0, 500)]]
+    steps += [[(20 * n, 1) for n in range(1, 6)] + [(0, new)] for new in (3, 330)]
+    assert [grid.room for grid in grids_of(config, token_sizes(512), max_running=ROWS - 1)] == [0, 2, 7]
     with torch.inference_mode():
         (captured, stored), (eager, plain) = graphs(True), graphs(False)
         captured.capture_all()
@@ -170,7 +174,7 @@ def test_a_whole_step_leaves_the_bits_of_its_pieces(
     ids = torch.randint(0, config.vocab_size, (len(batch.positions),), device=DEVICE)
     found = []
     for whole_tokens in (0, 512):
-        monkeypatch.setattr("worker.execution.prompt_graphs.WHOLE_TOKENS", whole_tokens)
+        monkeypatch.setattr("worker.execution.whole_sizes.WHOLE_TOKENS", whole_tokens)
         layers = [
             KvLayer(
                 torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE),

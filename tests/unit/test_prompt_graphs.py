@@ -18,8 +18,12 @@ from kernels import reference
 from kernels.batch import HostSpans, KvLayer, LastQueries, PagedBatch
 from kernels.rms_norm import add_rms_norm
 from kernels.triton_backend import TritonBackend
-from worker.execution.prompt_graphs import PromptGraphs, WholeSize, token_sizes
+from kvatlas.models.shapes import SHAPES
+from kvatlas.models.vocabulary import Vocabulary
+from worker.execution.prompt_graphs import PromptGraphs, token_sizes
+from worker.execution.whole_sizes import WholeSize, grids_of
 from worker.model.fused import FusedModel, OwnRows
+from worker.model.hub_config import from_hub_config
 from worker.model.layers import Linear
 from worker.model.toy import toy_config, toy_model
 
@@ -241,7 +245,7 @@ class Spy:
 def test_steps_that_one_graph_does_not_hold_run_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Too many tokens, or more decodes than a graph has rows for: the backend plans the step."""
     monkeypatch.setattr("worker.execution.prompt_graphs.SMALLEST", 8)
-    monkeypatch.setattr("worker.execution.prompt_graphs.WHOLE_TOKENS", 8)
+    monkeypatch.setattr("worker.execution.whole_sizes.WHOLE_TOKENS", 8)
     backend = PlainAttention(is_static=True)
     given: Any = backend
     table = torch.zeros(1, SLOTS, dtype=torch.int32)
@@ -329,7 +333,7 @@ def test_prompts_beside_decodes_run_in_one_graph_as_they_do_in_pieces(
 ) -> None:
     """M-24: other decodes and fewer through the same buffers; scored, or with more of them, in pieces."""
     monkeypatch.setattr("worker.execution.prompt_graphs.SMALLEST", 8)
-    monkeypatch.setattr("worker.execution.prompt_graphs.DECODES", 3)
+    monkeypatch.setattr("worker.execution.whole_sizes.DECODES", 3)
     table = torch.randperm(ROWS * 32).view(ROWS, 32).int()
     table[-1] = ROWS * 32  # the dummy row
     heads, dim = (CONFIG.num_heads, CONFIG.num_kv_heads), CONFIG.head_dim
@@ -337,16 +341,18 @@ def test_prompts_beside_decodes_run_in_one_graph_as_they_do_in_pieces(
     pools = [[KvLayer(*layer.clone()) for layer in pool] for _ in range(2)]
     made: list[PromptGraphs] = []
     for whole_tokens, layers_of in zip((8, 0), pools, strict=True):
-        monkeypatch.setattr("worker.execution.prompt_graphs.WHOLE_TOKENS", whole_tokens)
+        monkeypatch.setattr("worker.execution.whole_sizes.WHOLE_TOKENS", whole_tokens)
         backend = TritonBackend(*heads, dim, 32)
         sizes = {"max_tokens": 8, "dummy_slot": ROWS * 32, "scale": dim**-0.5, "capture": False}
         made.append(PromptGraphs(MODEL, backend, layers_of, table, **sizes))
-    for decodes, chunks in ([(9, 1), (4, 1)], [(0, 3), (6, 2)]), ([(5, 1)], [(3, 2)]):
+    few, many = ([(9, 1), (4, 1)], [(0, 3), (6, 2)]), ([(3, 1), (8, 1), (1, 1), (5, 1)], [(7, 4)])
+    for (decodes, chunks), room in zip((few, many, ([(5, 1)], [(3, 2)])), (3, 5, 3), strict=True):
         batch = replace(prompts(decodes + chunks, table), num_decode=len(decodes))
         token_rows = torch.arange(len(batch.rows_host)).repeat_interleave(torch.tensor(batch.q_lens_host))
         batch = replace(batch, write_slots=table[token_rows, batch.positions.long()])
         count = len(batch.positions)
-        assert [way._whole_of(batch, count, is_scored=False) for way in made] == [WholeSize(8, False), None]
+        wholes = [way._whole_of(batch, count, is_scored=False) for way in made]
+        assert wholes == [WholeSize(8, False, room), None]
         assert made[0]._whole_of(batch, count, is_scored=True) is None
         inputs = MODEL.embedding[torch.randint(0, CONFIG.vocab_size, (len(batch.positions),))]
         last = last_of(batch, list(range(len(decodes))))
@@ -355,8 +361,26 @@ def test_prompts_beside_decodes_run_in_one_graph_as_they_do_in_pieces(
         for left, right in zip(*pools, strict=True):
             torch.testing.assert_close(left.k[:-1], right.k[:-1], rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(left.v[:-1], right.v[:-1], rtol=1e-4, atol=1e-4)
-    many = replace(prompts([(3, 1)] * 4 + [(0, 2)], table), num_decode=4)
-    assert made[0]._whole_of(many, 6, is_scored=False) is None
+    most = replace(prompts([(3, 1)] * 6 + [(0, 2)], table), num_decode=6)
+    assert made[0]._whole_of(most, 8, is_scored=False) is None
+
+
+def test_many_decodes_have_graphs_where_the_device_would_wait_for_the_host() -> None:
+    """Products of the small shape are short beside the launches of a layer, those of the large shape are not;
+    more running than a graph has rows for, fewer than one without many decodes has, and none.
+    """
+    nobody = Vocabulary(None, None, frozenset())
+    small, large = (from_hub_config(SHAPES[name], nobody, name) for name in ("qwen3-0.6b", "llama-3.1-8b"))
+    sizes = token_sizes(2048)
+    few, many = [size for size in sizes if size <= 1024], sizes[-1::-2][::-1]
+    of_256, of_100 = ([size for size in many if size >= room] for room in (256, 100))
+    assert grids_of(small, sizes, max_running=300) == [(0, few), (64, few), (256, of_256)]
+    assert grids_of(small, sizes, max_running=100) == [(0, few), (64, few), (100, of_100)]
+    larger = few + [size for size in many if size > 1024]
+    assert grids_of(small, sizes, max_running=40) == [(0, few), (40, larger)]
+    assert grids_of(large, sizes, max_running=300) == [(0, few), (64, few)]
+    assert grids_of(small, sizes, max_running=0) == [(0, few)]
+    assert grids_of(small, [], max_running=300) == []
 
 
 def test_static_attention_refuses_what_it_has_no_room_for() -> None:
@@ -410,7 +434,7 @@ def test_few_queries_over_many_keys_run_in_one_graph_as_they_do_in_pieces(
     pools = [[KvLayer(*layer.clone()) for layer in pool] for _ in range(2)]
     made: list[PromptGraphs] = []
     for whole_tokens, layers_of in zip((16, 0), pools, strict=True):
-        monkeypatch.setattr("worker.execution.prompt_graphs.WHOLE_TOKENS", whole_tokens)
+        monkeypatch.setattr("worker.execution.whole_sizes.WHOLE_TOKENS", whole_tokens)
         backend = TritonBackend(*heads, dim, WIDTH)
         sizes = {"max_tokens": 16, "dummy_slot": ROWS * WIDTH, "scale": dim**-0.5, "capture": False}
         made.append(PromptGraphs(MODEL, backend, layers_of, table, **sizes))
@@ -420,7 +444,7 @@ def test_few_queries_over_many_keys_run_in_one_graph_as_they_do_in_pieces(
         token_rows = torch.arange(len(spans)).repeat_interleave(torch.tensor(batch.q_lens_host))
         batch = replace(batch, write_slots=table[token_rows, batch.positions.long()])
         whole = made[0]._whole_of(batch, len(token_rows), is_scored=False)
-        assert whole == (size, True)
+        assert whole == (size, True, 5 if num_decode else 0)
         inputs = MODEL.embedding[torch.randint(0, CONFIG.vocab_size, (len(token_rows),))]
         last = last_of(batch, [len(token_rows) - 1])
         found, expected = (way.run(inputs.clone(), batch, last) for way in made)

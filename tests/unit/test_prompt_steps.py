@@ -154,7 +154,7 @@ def test_tiles_of_a_lone_prompt_are_those_it_has_beside_another(q_len: int) -> N
 
 def runner(monkeypatch: pytest.MonkeyPatch) -> CudaRunner:
     monkeypatch.setattr("worker.execution.prompt_graphs.SMALLEST", 8)
-    monkeypatch.setattr("worker.execution.prompt_graphs.WHOLE_TOKENS", 16)
+    monkeypatch.setattr("worker.execution.whole_sizes.WHOLE_TOKENS", 16)
     config = RunnerConfig(
         max_running=RUNNING,
         max_context=CONTEXT,

@@ -17,23 +17,19 @@ library picks its products by size.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import product
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.backend import GraphBackend
+from kernels.backend import GraphBackend, StaticDecode
 from kernels.batch import HostSpans, KvLayer, LastQueries, PagedBatch
 from kernels.prompt_step import mark_broken, prompt_inputs
 from kernels.static_prefill import MAX_SPANS
+from worker.execution.decodes_beside import DecodesBeside
+from worker.execution.whole_sizes import WholeSize, grids_of, least, least_grid, whole_sizes_at
 from worker.model.fused import FusedModel, LastRows, add
 
-SMALLEST = 64  # tokens
-WHOLE_TOKENS = 1024
-"""Steps of up to so many are one graph: with more the device takes longer than the host for the pieces."""
-DECODES = 64
-"""Beside the prompts of a whole step at most: attention of fewer is padded to so many rows."""
+SMALLEST, LARGE = 64, 1024  # tokens
 
 
 def token_sizes(max_tokens: int) -> list[int]:
@@ -47,16 +43,9 @@ def token_sizes(max_tokens: int) -> list[int]:
 def _parts_of_doublings(max_tokens: int) -> Iterator[int]:
     octave = SMALLEST
     while octave <= max_tokens:
-        parts = 8 if octave >= WHOLE_TOKENS else 4
+        parts = 8 if octave >= LARGE else 4
         yield from (size for size in range(octave, 2 * octave, octave // parts) if size <= max_tokens)
         octave *= 2
-
-
-class WholeSize(NamedTuple):
-    """A graph that holds a whole step."""
-
-    num_tokens: int
-    is_split: bool  # whether keys are split: kernels.backend.StaticPrefill
 
 
 class PromptGraphs:
@@ -88,24 +77,24 @@ class PromptGraphs:
         self._slots = torch.full((room,), dummy_slot, dtype=torch.int32, device=device)
         self._q = model.new_q(room)
         self._attended = torch.zeros_like(self._q)
-        self.whole_sizes = [size for size in self.sizes if size <= WHOLE_TOKENS]
-        self.static = backend.static_prefill(page_table, max(self.whole_sizes)) if self.whole_sizes else None
-        # Queries are few where keys are split, so the device has time for more padding.
-        self._split_sizes = self.whole_sizes[-1::-2][::-1]
-        self._most_decodes = min(DECODES, SMALLEST, page_table.shape[0] - 1)
+        self._grids = grids_of(model.config, self.sizes, max_running=page_table.shape[0] - 1)
+        self.whole_sizes = self._grids[0].sizes if self._grids else []
+        """Numbers of tokens with a graph that holds a whole step of prompts alone."""
+        largest = max((grid.sizes[-1] for grid in self._grids), default=0)
+        self.static = backend.static_prefill(page_table, largest) if largest else None
         # Attention in a whole step: of its decodes; of what is sampled, in the last layer.
-        self._of_decodes = (
-            backend.static_decode(page_table, self._most_decodes) if self.static is not None else None
-        )
-        self._of_sampled = backend.static_decode(page_table, MAX_SPANS) if self.static is not None else None
-        # Rows and kv_lens of the decodes, padded with the dummy row.
-        self._decode_spans = torch.ones(2, self._most_decodes, dtype=torch.int32, device=device)
-        self._decode_spans[0] = page_table.shape[0] - 1
+        self._beside: list[DecodesBeside] = []
+        self._of_sampled: StaticDecode | None = None
+        if self.static is not None:
+            self._beside = [
+                DecodesBeside(backend, page_table, grid.room) for grid in self._grids if grid.room
+            ]
+            self._of_sampled = backend.static_decode(page_table, MAX_SPANS)
         # Of a whole step: tokens whose hidden states are not finite.
-        self.is_broken = torch.zeros(max(self.whole_sizes, default=0), dtype=torch.int32, device=device)
+        self.is_broken = torch.zeros(largest, dtype=torch.int32, device=device)
         self._page_table = page_table
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}  # by size, in pieces
-        self._whole: dict[tuple[WholeSize, bool], torch.cuda.CUDAGraph] = {}  # and with decodes or without
+        self._whole: dict[WholeSize, torch.cuda.CUDAGraph] = {}
         self._captures = capture and device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         # One for all captures: the library keeps a workspace for every stream that it has seen.
@@ -119,13 +108,13 @@ class PromptGraphs:
         """
         num_tokens = hidden.shape[0]
         whole = self._whole_of(batch, num_tokens, is_scored=last is None)
-        size = whole.num_tokens if whole is not None else _least(self.sizes, num_tokens)
+        size = whole.num_tokens if whole is not None else least(self.sizes, num_tokens)
         if size is None:
             return self._run_eagerly(hidden, batch, last)
         self._take(hidden, batch, size)
         if whole is not None:
             self._prepare_whole(batch, whole)
-            self._run_whole(whole, with_decodes=batch.num_decode > 0)
+            self._run_whole(whole)
         else:
             self._run_pieces(batch, size, num_tokens)
         if last is not None:
@@ -136,14 +125,10 @@ class PromptGraphs:
 
     def whole_size(self, spans: HostSpans, num_tokens: int) -> WholeSize | None:
         """The graph that holds a whole step of so many tokens, None where none does."""
-        if self.static is None or num_tokens > max(self.whole_sizes):
+        grid = least_grid(self._grids, spans.num_decode, num_tokens)
+        if self.static is None or grid is None or not (num_parts := self.static.num_parts(spans)):
             return None
-        num_parts = self.static.num_parts(spans)
-        if not num_parts:
-            return None
-        size = _least(self._split_sizes if num_parts > 1 else self.whole_sizes, num_tokens)
-        assert size is not None, "the largest is among both"
-        return WholeSize(size, num_parts > 1)
+        return grid.size_of(num_tokens, is_split=num_parts > 1)
 
     def run_read(self, token_ids: Tensor, whole: WholeSize) -> None:
         """As `run`, of a step whose spans are in `static.words` and whose tokens are in the tables.
@@ -164,7 +149,7 @@ class PromptGraphs:
             residual,
             dummy_slot=self._dummy_slot,
         )
-        self._run_whole(whole, with_decodes=False)
+        self._run_whole(whole)
 
     def prepare_finish(self, kv_lens: Sequence[int]) -> None:
         """The host's part of `finish_read`, before each replay of it, and before its capture."""
@@ -190,47 +175,38 @@ class PromptGraphs:
 
     def _whole_of(self, batch: PagedBatch, num_tokens: int, *, is_scored: bool) -> WholeSize | None:
         """See `whole_size`; a scored step beside decodes is for pieces, too."""
-        if batch.num_decode > (0 if is_scored else self._most_decodes):
-            return None
-        return self.whole_size(batch, num_tokens)
+        return None if is_scored and batch.num_decode else self.whole_size(batch, num_tokens)
 
     def _prepare_whole(self, batch: PagedBatch, whole: WholeSize) -> None:
         """The host's part of a whole step."""
         assert self.static is not None, "there is a size"
         self.static.prepare(batch, whole.num_tokens)
-        if count := batch.num_decode:
-            self._prepare_decodes(batch.rows_host[:count], batch.kv_lens_host[:count])
+        if whole.room:
+            self._with_room(whole.room).prepare(batch)
 
-    def _prepare_decodes(self, rows: Sequence[int], kv_lens: Sequence[int]) -> None:
-        assert self._of_decodes is not None, "the backend has no static prefill"
-        host = torch.ones(self._decode_spans.shape, dtype=torch.int32, pin_memory=self._decode_spans.is_cuda)
-        host[0] = self._page_table.shape[0] - 1
-        host[:, : len(rows)] = torch.tensor([rows, kv_lens], dtype=torch.int32)
-        self._decode_spans.copy_(host, non_blocking=True)
-        self._of_decodes.prepare(self._most_decodes, kv_lens)
+    def _with_room(self, room: int) -> DecodesBeside:
+        return next(beside for beside in self._beside if beside.room == room)
 
-    def _run_whole(self, whole: WholeSize, *, with_decodes: bool) -> None:
-        graph = self._whole.get((whole, with_decodes))
+    def _run_whole(self, whole: WholeSize) -> None:
+        graph = self._whole.get(whole)
         if graph is not None:
             graph.replay()
         else:
-            self._whole_body(whole, with_decodes)
+            self._whole_body(whole)
 
-    def _whole_body(self, whole: WholeSize, with_decodes: bool) -> None:
-        size, is_split = whole
-        static, beside, decodes = self.static, self._of_decodes, slice(self._most_decodes)
+    def _whole_body(self, whole: WholeSize) -> None:
+        static, size = self.static, whole.num_tokens
         assert static is not None, "the backend has no static prefill"
-        assert beside is not None, "made with it"
-        if with_decodes:
-            beside.begin(*self._decode_spans)
+        beside = self._with_room(whole.room) if whole.room else None
+        if beside is not None:
+            beside.begin()
         pieces = self.pieces(size)
         for layer_kv in self._layers[:-1]:
             next(pieces)
             q, attended = self._q[:size], self._attended[:size]
-            if with_decodes:
-                # Before the prompts: its padding leaves something in the rows of their first tokens.
-                beside.attend(layer_kv, q[decodes], scale=self._scale, out=attended[decodes])
-            static.attend(layer_kv, q, attended, scale=self._scale, is_split=is_split)
+            if beside is not None:  # before the prompts: its padding leaves something in their first rows
+                beside.attend(layer_kv, q, attended, scale=self._scale)
+            static.attend(layer_kv, q, attended, scale=self._scale, is_split=whole.is_split)
         next(pieces)
         mark_broken(self.hidden[:size], self.is_broken)
 
@@ -343,15 +319,9 @@ class PromptGraphs:
             pieces = self.pieces(size)
             graphs = [self._recorded(lambda: next(pieces)) for _ in self._layers]
             self._graphs[size] = [*graphs, self._recorded(partial(self._last_piece, size))]
-            for whole, with_decodes in product(self._whole_sizes(size), (False, True)):
-                record = partial(self._whole_body, whole, with_decodes)
-                self._whole[whole, with_decodes] = self._recorded(record)
+            for whole in whole_sizes_at(size, self._grids) if self.static is not None else []:
+                self._whole[whole] = self._recorded(partial(self._whole_body, whole))
         torch.cuda.current_stream().wait_stream(stream)
-
-    def _whole_sizes(self, size: int) -> list[WholeSize]:
-        if self.static is None or size not in self.whole_sizes:
-            return []
-        return [WholeSize(size, False)] + [WholeSize(size, True)] * (size in self._split_sizes)
 
     def _recorded(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -361,8 +331,3 @@ class PromptGraphs:
         finally:
             graph.capture_end()
         return graph
-
-
-def _least(sizes: Sequence[int], num_tokens: int) -> int | None:
-    """The smallest that holds so many; sizes ascend."""
-    return next((size for size in sizes if size >= num_tokens), None)

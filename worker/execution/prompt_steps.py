@@ -45,9 +45,10 @@ from kernels.sample import SampleScratch, sample
 from kernels.sample_columns import NUM_COLUMNS, SampleColumns, SampleRow, matrix_of
 from kernels.static_prefill import MAX_SPANS
 from worker.execution.page_table import PageTable
-from worker.execution.prompt_graphs import PromptGraphs, WholeSize
+from worker.execution.prompt_graphs import PromptGraphs
 from worker.execution.step_buffers import BufferShapes, StepBuffer, StepBuffers, StepOutcome
 from worker.execution.token_pool import TokenPool
+from worker.execution.whole_sizes import WholeSize
 from worker.model.fused import FusedModel
 from worker.scheduling.step import RowStart, Step
 

@@ -32,9 +32,14 @@ def doubling_context(config: ModelConfig) -> int:
     A token's products take two operations per weight of the layers, its attention four per query element
     and token of context.
     """
-    layer = sum(prod(shape) for shape in _layer_shapes(config).values())
+    layer = layer_weights(config)
     attention = 2 * config.num_heads * config.head_dim
     return max(1, int(ATTENTION_SPEED * layer / attention))
+
+
+def layer_weights(config: ModelConfig) -> int:
+    """Numbers in one layer."""
+    return sum(prod(shape) for shape in _layer_shapes(config).values())
 
 
 def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
