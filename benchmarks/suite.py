@@ -43,9 +43,12 @@ class Lane:
     gpu: int = 0
     cores: str = ""  # as taskset takes them; empty: all
 
-    def words(self, command: str) -> list[str]:
-        """Of a command in this lane; `python` is this interpreter."""
+    def words(self, command: str, at_once: int = 1) -> list[str]:
+        """Of a command in this lane, beside others; `python` is this interpreter."""
         found = [sys.executable if word == "python" else word for word in shlex.split(command)]
+        if at_once > 1:  # threads of all on every core wait for each other: of 1 minute of a test it made 6
+            num_cores = len(self.cores.split(",")) if self.cores else len(os.sched_getaffinity(0))
+            found = ["env", f"OMP_NUM_THREADS={max(1, num_cores // at_once)}", *found]
         if self.cores:
             found = ["env", f"CUDA_VISIBLE_DEVICES={self.gpu}", "taskset", "-c", self.cores, *found]
         return found
@@ -101,7 +104,7 @@ def run_stage(stage: Stage, lane: Lane, logs: Path, limit_s: float, stopping: th
 
     def outcome_of(name: str) -> str:
         left = deadline - time.monotonic()
-        return run(lane.words(stage.commands[name]), logs / f"{name}.log", left, stopping)
+        return run(lane.words(stage.commands[name], stage.at_once), logs / f"{name}.log", left, stopping)
 
     with ThreadPoolExecutor(stage.at_once) as pool:
         outcomes = dict(zip(stage.commands, pool.map(outcome_of, stage.commands), strict=True))

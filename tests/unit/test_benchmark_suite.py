@@ -1,6 +1,7 @@
 """The suite ends whatever its stages do, and says what became of each."""
 
 import importlib.util
+import os
 import re
 import signal
 import subprocess
@@ -75,6 +76,15 @@ def test_what_was_not_run_is_not_counted_by_the_log_of_another_suite(tmp_path: P
     commands = {"first": "sleep 600", "second": "python -c pass"}
     outcome = run_all([Stage("tests", commands, 1, 1)], tmp_path, 120)["tests"]
     assert outcome.startswith("first over time; second over time after")
+
+
+def test_commands_that_run_at_once_share_the_cores(tmp_path: Path) -> None:
+    show = "python -c 'import os; print(os.environ[\"OMP_NUM_THREADS\"])'"
+    assert run_all([Stage("tests", {"one": show, "two": show}, 1, 60, at_once=2)], tmp_path, 120)
+    half = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert {(tmp_path / f"{name}.log").read_text() for name in ("one", "two")} == {f"{half}\n"}
+    alone, beside = (Lane(1, "4,5,6,7,8").words("python -V", count) for count in (1, 2))
+    assert beside == [*alone[:4], "env", "OMP_NUM_THREADS=2", *alone[4:]]
 
 
 def test_commands_of_a_stage_run_at_once_and_each_has_its_outcome(tmp_path: Path) -> None:
