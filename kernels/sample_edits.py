@@ -1,105 +1,143 @@
-"""Logits as a row's request wants them before anything is drawn: penalties, bias, masked stop tokens.
+"""Logits as a row's request wants them before anything is drawn: penalties, bias, masked stop tokens, a mask.
 
 Bytes, for rows with edits only: the logits, 5 bytes of history per token and 4 of the result. Edited rows
 go to lines of their own in fp32, so that logits in bf16 are not rounded again. Programs of rows without edits
 end at once. Rounds like plain torch operations one after the other: no fused multiply-add.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 _TILE = 4096  # tokens a program
 _ALIGNMENT = 4  # elements: rows of `edited` start at multiples of 16 bytes
+_WORD = 32  # tokens of a word of `allowed`
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampleEdits:
     """Edits of the rows that have any, on the device. A row owns one line while it runs, or none."""
 
     line: Tensor  # int32 [num_rows]: -1 where the row has no edits
     # By line:
-    repetition_penalty: Tensor  # fp32 [num_lines]; 1: off; over prompt and output
-    frequency_penalty: Tensor  # fp32 [num_lines]; 0: off; over output
-    presence_penalty: Tensor  # fp32 [num_lines]; 0: off; over output
+    penalties: Tensor  # fp32 [num_lines, 3], as the first three of EditRow
     first_free_end: Tensor  # int32 [num_lines]: stop tokens may be drawn from this position on
     output_counts: Tensor  # int32 [num_lines, vocab_size]: times each token was put out
     in_prompt: Tensor  # bool [num_lines, vocab_size]
     bias_ids: Tensor  # int32 [num_lines, max_bias]; -1: none; no id twice in a line
     bias_values: Tensor  # fp32 [num_lines, max_bias]
     stop_ids: Tensor  # int32 [num_lines, max_stops]; -1: none
+    allowed: Tensor  # int32 [num_lines, vocab_size / 32, rounded up]: bit t of a line is token t
     edited: Tensor  # fp32 [num_lines, at least vocab_size]: scratch
 
 
 def make_edits(
     num_rows: int, num_lines: int, vocab_size: int, device: torch.device, *, max_bias: int, max_stops: int
 ) -> SampleEdits:
-    """Tables without any edit. A line costs 9 bytes per token of the vocabulary."""
+    """Tables: no row has a line yet; who gets one has it written first. It takes 9.1 bytes a token."""
+    num_words = triton.cdiv(vocab_size, _WORD)
 
-    def ids(size: int) -> Tensor:
-        return torch.full((num_lines, size), -1, dtype=torch.int32, device=device)
+    def table(dtype: torch.dtype, *width: int) -> Tensor:
+        return torch.zeros(num_lines, *width, dtype=dtype, device=device)
 
-    width = triton.cdiv(vocab_size, _ALIGNMENT) * _ALIGNMENT
     return SampleEdits(
         line=torch.full((num_rows,), -1, dtype=torch.int32, device=device),
-        repetition_penalty=torch.ones(num_lines, device=device),
-        frequency_penalty=torch.zeros(num_lines, device=device),
-        presence_penalty=torch.zeros(num_lines, device=device),
-        first_free_end=torch.zeros(num_lines, dtype=torch.int32, device=device),
-        output_counts=torch.zeros(num_lines, vocab_size, dtype=torch.int32, device=device),
-        in_prompt=torch.zeros(num_lines, vocab_size, dtype=torch.bool, device=device),
-        bias_ids=ids(max_bias),
-        bias_values=torch.zeros(num_lines, max_bias, device=device),
-        stop_ids=ids(max_stops),
-        edited=torch.zeros(num_lines, width, device=device),
+        penalties=table(torch.float32, 3),
+        first_free_end=table(torch.int32),
+        output_counts=table(torch.int32, vocab_size),
+        in_prompt=table(torch.bool, vocab_size),
+        bias_ids=table(torch.int32, max_bias),
+        bias_values=table(torch.float32, max_bias),
+        stop_ids=table(torch.int32, max_stops),
+        allowed=table(torch.int32, num_words),
+        edited=table(torch.float32, triton.cdiv(vocab_size, _ALIGNMENT) * _ALIGNMENT),
     )
+
+
+def grow_edits(edits: SampleEdits, num_lines: int, max_bias: int, max_stops: int) -> None:
+    """Makes every table at least so large; what lines held they hold.
+
+    One table after the other, and scratch without a copy, so that lines never take twice their memory.
+    """
+    widths = {"bias_ids": max_bias, "bias_values": max_bias, "stop_ids": max_stops}
+    edits.edited = edits.edited.new_empty(0, edits.edited.shape[1])
+    for each in fields(edits):
+        table: Tensor = getattr(edits, each.name)
+        shape = [num_lines, *(max(size, widths.get(each.name, 0)) for size in table.shape[1:])]
+        if each.name == "line" or list(table.shape) == shape:
+            continue
+        larger = table.new_full(shape, -1 if each.name.endswith("_ids") else 0)
+        larger[tuple(map(slice, table.shape))] = table
+        setattr(edits, each.name, larger)
+        del table
 
 
 @dataclass(frozen=True, slots=True)
 class EditRow:
     """One sequence's edits. Ids outside of the vocabulary are left out."""
 
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0  # 1: off; over prompt and output
+    frequency_penalty: float = 0.0  # 0: off; over output, as the next
     presence_penalty: float = 0.0
     first_free_end: int = 0
     prompt_ids: Sequence[int] = ()  # for penalties, as the next
     output_ids: Sequence[int] = ()
     bias: Sequence[tuple[int, float]] = ()
-    stop_ids: Iterable[int] = ()  # to be masked before first_free_end
+    stop_ids: Collection[int] = ()  # to be masked before first_free_end
 
 
 def write_line(edits: SampleEdits, line: int, value: EditRow) -> None:
-    """Sets all of a line. Raises ValueError when a list is longer than the table is wide."""
+    """Sets all of a line; every token is allowed. Never waits for the device.
+
+    Raises ValueError when a list is longer than the table is wide.
+    """
     vocab_size = edits.output_counts.shape[1]
-    device = edits.output_counts.device
-
-    def on_device(token_ids: Iterable[int]) -> Tensor:
-        return torch.tensor([t for t in token_ids if 0 <= t < vocab_size], dtype=torch.int64).to(device)
-
     bias = [(token, added) for token, added in value.bias if 0 <= token < vocab_size]
-    biased, stops = on_device(token for token, _ in bias), on_device(value.stop_ids)
-    for name, ids, table in (("biased", biased, edits.bias_ids), ("stop", stops, edits.stop_ids)):
+    stops = [token for token in value.stop_ids if 0 <= token < vocab_size]
+    for name, ids, table in (("biased", bias, edits.bias_ids), ("stop", stops, edits.stop_ids)):
         if len(ids) > table.shape[1]:
             raise ValueError(f"{len(ids)} {name} ids in a table of {table.shape[1]}")
-    edits.repetition_penalty[line] = value.repetition_penalty
-    edits.frequency_penalty[line] = value.frequency_penalty
-    edits.presence_penalty[line] = value.presence_penalty
     edits.first_free_end[line] = value.first_free_end
-    put_out = on_device(value.output_ids)
+    factors = (value.repetition_penalty, value.frequency_penalty, value.presence_penalty)
+    lists = (
+        np.array(factors, np.float32).view(np.int32),
+        _known_ids(value.prompt_ids, vocab_size),
+        _known_ids(value.output_ids, vocab_size),
+        np.array([token for token, _ in bias], np.int32),
+        np.array([added for _, added in bias], np.float32).view(np.int32),
+        np.array(stops, np.int32),
+    )
+    penalties, prompt, put_out, biased, values, masked = _on_device(lists, edits.line.device)
+    edits.penalties[line] = penalties.view(torch.float32)
     edits.output_counts[line] = 0
-    edits.output_counts[line].index_add_(0, put_out, torch.ones_like(put_out, dtype=torch.int32))
+    edits.output_counts[line].index_add_(0, put_out, torch.ones_like(put_out))
     edits.in_prompt[line] = False
-    edits.in_prompt[line].index_fill_(0, on_device(value.prompt_ids), True)
+    edits.in_prompt[line].index_fill_(0, prompt.long(), True)
     edits.bias_ids[line] = -1
-    edits.bias_ids[line, : len(biased)] = biased.int()
-    edits.bias_values[line, : len(biased)] = torch.tensor([added for _, added in bias]).to(device)
+    edits.bias_ids[line, : len(biased)] = biased
+    edits.bias_values[line, : len(biased)] = values.view(torch.float32)
     edits.stop_ids[line] = -1
-    edits.stop_ids[line, : len(stops)] = stops.int()
+    edits.stop_ids[line, : len(masked)] = masked
+    edits.allowed[line] = -1
+
+
+def _known_ids(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
+    ids = np.asarray(token_ids, dtype=np.int64)
+    return ids[(ids >= 0) & (ids < vocab_size)].astype(np.int32)
+
+
+def _on_device(lists: Sequence[NDArray[np.int32]], device: torch.device) -> Sequence[Tensor]:
+    """Moved in one copy that nobody waits for, and cut apart there."""
+    host = torch.from_numpy(np.concatenate(lists))
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return torch.split(host.to(device, non_blocking=True), [len(each) for each in lists])
 
 
 def edit_logits(logits: Tensor, edits: SampleEdits, rows: Tensor, positions: Tensor) -> None:
@@ -116,15 +154,14 @@ def edit_logits(logits: Tensor, edits: SampleEdits, rows: Tensor, positions: Ten
         rows,
         positions,
         edits.line,
-        edits.repetition_penalty,
-        edits.frequency_penalty,
-        edits.presence_penalty,
+        edits.penalties,
         edits.first_free_end,
         edits.output_counts,
         edits.in_prompt.view(torch.uint8),
         edits.bias_ids,
         edits.bias_values,
         edits.stop_ids,
+        edits.allowed,
         edits.edited,
         logits.stride(0),
         edits.edited.stride(0),
@@ -145,15 +182,14 @@ def _edit_kernel(
     rows,
     positions,
     line_of_row,
-    repetition_penalty,
-    frequency_penalty,
-    presence_penalty,
+    penalties,
     first_free_end,
     output_counts,
     in_prompt,
     bias_ids,
     bias_values,
     stop_ids,
+    allowed,
     edited,
     logits_stride,
     edited_stride,
@@ -172,9 +208,9 @@ def _edit_kernel(
         token = begin + tl.arange(0, TILE)
         mask = token < end
         logit = tl.load(logits + i * logits_stride + token, mask=mask, other=0.0).to(tl.float32)
-        repetition = tl.load(repetition_penalty + line)
-        frequency = tl.load(frequency_penalty + line)
-        presence = tl.load(presence_penalty + line)
+        repetition = tl.load(penalties + 3 * line)
+        frequency = tl.load(penalties + 3 * line + 1)
+        presence = tl.load(penalties + 3 * line + 2)
         if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
             count = tl.load(output_counts + line * vocab_size + token, mask=mask, other=0)
             prompt = tl.load(in_prompt + line * vocab_size + token, mask=mask, other=0)
@@ -182,6 +218,9 @@ def _edit_kernel(
             logit = tl.where((count > 0) | (prompt != 0), scaled, logit)
             logit = logit - frequency * count.to(tl.float32)
             logit = tl.where(count > 0, logit - presence, logit)
+        words = allowed + line * tl.cdiv(vocab_size, 32)
+        word = tl.load(words + token // 32, mask=mask, other=0)
+        logit = tl.where((word >> (token % 32)) & 1 != 0, logit, float("-inf"))  # a bias leaves it there
         to = edited + line * edited_stride
         tl.store(to + token, logit, mask=mask)
         if MAX_BIAS > 0:

@@ -2,7 +2,8 @@
 
 Bytes: the logits of those rows once, most often from the second-level cache. A row is split over programs as
 in sample.py; the last to finish merges. Rows that do not ask cost programs that end at once. The best
-alternatives of a row are its highest logits less `log_mass`.
+alternatives of a row are its highest logits less `log_mass`: each program finds those of its part of the row
+as keys, of which no two are equal, so that the best of all parts are the same for any batch.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from kernels.sample_edits import SampleEdits
 
 _TILE = 2048
 _TILES_PER_PART = 4
+_BEST_TILE = 4096  # tokens a program that looks for the best
+_LAST_ID = 0x7FFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +32,13 @@ class LogprobScratch:
     part_masses: Tensor  # fp32 [max_rows, parts]
     part_ranks: Tensor  # int32 [max_rows, parts]
     arrived: Tensor  # int32 [max_rows], zero between launches
+    best_keys: Tensor  # int64 [max_rows, parts, max_best]: logits' bits in their order, then ids downwards
 
 
-def make_logprob_scratch(max_rows: int, vocab_size: int, device: torch.device) -> LogprobScratch:
-    """Buffers for steps that sample at most `max_rows` rows."""
+def make_logprob_scratch(
+    max_rows: int, vocab_size: int, device: torch.device, *, max_best: int = 32
+) -> LogprobScratch:
+    """Buffers for steps that sample at most `max_rows` rows, with `max_best` alternatives: a power of 2."""
     parts = triton.cdiv(vocab_size, _TILE * _TILES_PER_PART)
     return LogprobScratch(
         chosen=torch.zeros(max_rows, device=device),
@@ -42,6 +48,9 @@ def make_logprob_scratch(max_rows: int, vocab_size: int, device: torch.device) -
         part_masses=torch.empty(max_rows, parts, device=device),
         part_ranks=torch.empty(max_rows, parts, dtype=torch.int32, device=device),
         arrived=torch.zeros(max_rows, dtype=torch.int32, device=device),
+        best_keys=torch.empty(
+            max_rows, triton.cdiv(vocab_size, _BEST_TILE), max_best, dtype=torch.int64, device=device
+        ),
     )
 
 
@@ -91,6 +100,90 @@ def token_logprobs(
         num_warps=4,
         enable_fp_fusion=True,
     )
+
+
+def find_best(
+    logits: Tensor,
+    rows: Tensor,
+    num_logprobs: Tensor,
+    scratch: LogprobScratch,
+    vocab_size: int,
+    *,
+    edits: SampleEdits | None = None,
+) -> None:
+    """Fills `best_keys` for rows that ask, for `best_of`; arguments as for `token_logprobs`."""
+    num_parts, max_best = scratch.best_keys.shape[1:]
+    assert num_parts == triton.cdiv(vocab_size, _BEST_TILE), "scratch is for another vocabulary"
+    _best_kernel[(num_parts, rows.shape[0])](
+        logits,
+        edits.edited if edits is not None else logits,
+        edits.line if edits is not None else rows,
+        rows,
+        num_logprobs,
+        scratch.best_keys,
+        logits.stride(0),
+        edits.edited.stride(0) if edits is not None else 0,
+        vocab_size,
+        MAX_BEST=max_best,
+        HAS_EDITS=edits is not None,
+        TILE=_BEST_TILE,
+        num_warps=8,
+    )
+
+
+def best_of(scratch: LogprobScratch, index: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities fp32 and ids int32 [len(index), count] of the best tokens, lower ids first of equals.
+
+    index: which of the rows that were sampled, all of whom asked; what a row did not ask for is undefined.
+    """
+    keys = scratch.best_keys[index].flatten(1).topk(count, dim=-1).values
+    bits, last = (keys >> 32).int(), keys & _LAST_ID
+    logits = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    return logits - scratch.log_mass[index][:, None], (_LAST_ID - last).int()
+
+
+@triton.jit
+def _best_kernel(
+    logits,
+    edited,
+    line_of_row,
+    rows,
+    num_logprobs,
+    best_keys,
+    logits_stride,
+    edited_stride,
+    vocab_size,
+    MAX_BEST: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    i = tl.program_id(1).to(tl.int64)
+    row = tl.load(rows + i)
+    count = tl.load(num_logprobs + row)
+    if count > 0:
+        token = tl.program_id(0) * TILE + tl.arange(0, TILE)
+        line = tl.full([], -1, tl.int64)
+        if HAS_EDITS:
+            line = tl.load(line_of_row + row).to(tl.int64)
+        if line >= 0:
+            x = tl.load(edited + line * edited_stride + token, mask=token < vocab_size, other=0.0)
+            x = x.to(tl.float32)
+        else:
+            x = tl.load(logits + i * logits_stride + token, mask=token < vocab_size, other=0.0)
+            x = x.to(tl.float32)
+        bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # both zeros are one logit
+        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        none = tl.full([], -0x7FFFFFFFFFFFFFFF, tl.int64)
+        keys = (bits.to(tl.int64) << 32) + (0x7FFFFFFF - token).to(tl.int64)
+        keys = tl.where(token < vocab_size, keys, none)
+        place = tl.arange(0, MAX_BEST)
+        found = tl.zeros([MAX_BEST], tl.int64) + none
+        for turn in range(tl.minimum(count, MAX_BEST)):
+            best = tl.max(keys, 0)
+            found = tl.where(place == turn, best, found)
+            keys = tl.where(keys == best, none, keys)
+        at = (i * tl.num_programs(0) + tl.program_id(0)) * MAX_BEST
+        tl.store(best_keys + at + place, found)
 
 
 @triton.jit

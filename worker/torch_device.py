@@ -122,7 +122,7 @@ class TorchDevice:
             backend=choice.label,
             because=choice.reason,
         )
-        make = _runner(choice, device, deterministic=config.deterministic)
+        make = _runner(choice, device)
         is_made = False
         try:
             runner = make(model, backend, runner_config, device)
@@ -132,12 +132,10 @@ class TorchDevice:
         return runner
 
 
-def _runner(choice: Choice, device: torch.device, *, deterministic: bool) -> Callable[..., Runner]:
+def _runner(choice: Choice, device: torch.device) -> Callable[..., Runner]:
     if device.type != "cuda" or choice.name not in ("triton", "flashinfer"):
         return TorchRunner
-    name = "InvariantRunner" if deterministic else "CudaRunner"
-    module = "invariant_runner" if deterministic else "cuda_runner"
-    return cast(Callable[..., Runner], getattr(import_module(f"worker.execution.{module}"), name))
+    return cast(Callable[..., Runner], import_module("worker.execution.cuda_runner").CudaRunner)
 
 
 def _load(

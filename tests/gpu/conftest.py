@@ -85,11 +85,7 @@ class GpuEngine:
         )
         attention = _attention(backend, config, shape.num_heads)
         self.runner: Any
-        if backend == "invariant":
-            from worker.execution.invariant_runner import InvariantRunner
-
-            self.runner = InvariantRunner(model, attention, config, DEVICE, capture=capture)
-        elif backend in ("triton", "flashinfer", "flashinfer+triton"):
+        if backend in ("triton", "invariant", "flashinfer", "flashinfer+triton"):
             self.runner = CudaRunner(model, attention, config, DEVICE, capture=capture)
         else:
             self.runner = TorchRunner(model, attention, config, DEVICE)

@@ -26,8 +26,8 @@ BASE: dict[str, Any] = {
         ({"weight_dtype": "fp8", "attention_backend": "triton"}, "triton", "bf16", "CudaRunner"),
         ({"kv_dtype": "fp8"}, "triton", "fp8", "CudaRunner"),
         ({"weight_dtype": "fp8", "kv_dtype": "fp8"}, "triton", "fp8", "CudaRunner"),
-        ({"deterministic": True}, "triton", "bf16", "InvariantRunner"),
-        ({"deterministic": True, "kv_dtype": "fp8"}, "triton", "fp8", "InvariantRunner"),
+        ({"deterministic": True}, "triton", "bf16", "CudaRunner"),
+        ({"deterministic": True, "kv_dtype": "fp8"}, "triton", "fp8", "CudaRunner"),
     ],
 )
 def test_an_option_is_built_told_and_computes(

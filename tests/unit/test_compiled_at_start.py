@@ -24,7 +24,6 @@ from kernels.invariant_backend import InvariantBackend
 from kernels.testing_keys import MULTIPROCESSORS, LaunchKeys, launches_recorded
 from kernels.triton_backend import TritonBackend
 from worker.execution.cuda_runner import CudaRunner
-from worker.execution.invariant_runner import InvariantRunner
 from worker.execution.torch_runner import BrokenHandle, RunnerConfig
 from worker.execution.warm_steps import warm_steps
 from worker.ids import Row, SequenceId
@@ -37,8 +36,9 @@ CONTEXT, PAGE_SIZE = 4096, 16
 CONFIG = toy_config(has_qk_norm=True)
 PLAIN = SamplingParams(max_tokens=4, stop_at_eos=False)
 FILTERED = SamplingParams(max_tokens=4, temperature=0.9, top_k=5, seed=1)
-SPECIAL = SamplingParams(max_tokens=4, logprobs=2)
-PARAMS = ((PLAIN,), (PLAIN, FILTERED), (PLAIN, FILTERED, SPECIAL))
+ASKING = SamplingParams(max_tokens=4, logprobs=2)
+EDITED = SamplingParams(max_tokens=4, presence_penalty=0.5)
+PARAMS = ((PLAIN,), (PLAIN, FILTERED), (PLAIN, FILTERED, ASKING), (PLAIN, EDITED), (FILTERED, EDITED, ASKING))
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def as_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backend, "make_plan", plan)
 
 
-def new_runner(max_running: int, max_step_tokens: int, kind: type[CudaRunner] = CudaRunner) -> CudaRunner:
+def new_runner(max_running: int, max_step_tokens: int, *, is_invariant: bool = False) -> CudaRunner:
     config = RunnerConfig(
         max_running=max_running,
         max_context=CONTEXT,
@@ -71,9 +71,9 @@ def new_runner(max_running: int, max_step_tokens: int, kind: type[CudaRunner] = 
     )
     heads = (CONFIG.num_heads, CONFIG.num_kv_heads)
     backend = TritonBackend(*heads, CONFIG.head_dim, CONTEXT)
-    if kind is InvariantRunner:
+    if is_invariant:
         backend = InvariantBackend(*heads)
-    return kind(toy_model(CONFIG, dtype=torch.bfloat16), backend, config, CPU)
+    return CudaRunner(toy_model(CONFIG, dtype=torch.bfloat16), backend, config, CPU)
 
 
 def asked_at_start(runner: CudaRunner, max_running: int, max_step_tokens: int) -> LaunchKeys:
@@ -87,7 +87,7 @@ def asked_at_start(runner: CudaRunner, max_running: int, max_step_tokens: int) -
 
 
 def mixes(count: int, max_running: int, max_step_tokens: int, seed: int) -> Iterator[Step]:
-    """Decodes and prompts, some cached in part, some cut; few and many of both, with and without filters."""
+    """Decodes and prompts, some cached in part, some cut; few and many of both; all kinds of draws."""
     numbers = random.Random(seed)
     for number in range(count):
         most = min(max_running, max_step_tokens)
@@ -117,7 +117,7 @@ def mix(
             0,
             [1] * end,
             end,
-            numbers.choice(PARAMS[number % 3]),
+            numbers.choice(PARAMS[number % len(PARAMS)]),
             frozenset(),
         )
         for row, (_, end) in zip(rows, spans, strict=True)
@@ -135,14 +135,14 @@ def mix(
 
 
 @pytest.mark.parametrize(
-    ("max_running", "max_step_tokens", "kind"),
-    [(64, 1024, CudaRunner), (40, 64, CudaRunner), (3, 512, CudaRunner), (40, 512, InvariantRunner)],
+    ("max_running", "max_step_tokens", "is_invariant"),
+    [(64, 1024, False), (40, 64, False), (3, 512, False), (40, 512, True)],
 )
 def test_no_mix_of_decodes_and_prompts_needs_a_kernel_that_the_start_did_not_ask_for(
-    max_running: int, max_step_tokens: int, kind: type[CudaRunner]
+    max_running: int, max_step_tokens: int, is_invariant: bool
 ) -> None:
     """A few decodes beside a prompt once had attention compiled for 0.4 s while all streams waited."""
-    runner = new_runner(max_running, max_step_tokens, kind)
+    runner = new_runner(max_running, max_step_tokens, is_invariant=is_invariant)
     asked = asked_at_start(runner, max_running, max_step_tokens)
     used = LaunchKeys()
     with launches_recorded(used):

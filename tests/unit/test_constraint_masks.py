@@ -101,7 +101,6 @@ def test_only_rows_with_a_constraint_are_masked(masks: ConstraintMasks) -> None:
     masks.start_rows([row_start(0, None), row_start(1, compiled("ab"))])
     assert allowed(masks, [0, 1], [2, 2]) == {1: "a"}
     assert masks.begin([0], [2]) is None
-    assert (masks.has_any([0]), masks.has_any([0, 1])) == (False, True)
 
 
 def test_the_mask_waits_for_the_token_of_the_step_before_and_the_caller_does_not(
@@ -225,7 +224,7 @@ def test_log_probabilities_are_of_what_may_be_drawn() -> None:
     keeps = torch.zeros(SIZE, dtype=torch.bool)
     keeps[[97, 98, 99]] = True
     masked = logits.masked_fill(~keeps, -math.inf)
-    (record,) = token_logprobs(masked, torch.tensor([98]), 5).to_host([5])
+    (record,) = token_logprobs(masked, torch.tensor([98]), 5).on_the_way([5])()
     exact = logits.double()[0, keeps].log_softmax(-1)
     assert record.logprob == pytest.approx(float(exact[1]), abs=1e-5)
     assert sorted(token for token, _ in record.alternatives) == [97, 98, 99]

@@ -21,7 +21,7 @@ from kernels.invariant_matmul import invariant_matmul
 from kernels.testing import PagedProblem, random_paged_problem
 from tests import needs
 from worker.config import ConfigError, WorkerConfig
-from worker.execution.invariant_runner import InvariantRunner
+from worker.execution.cuda_runner import CudaRunner
 from worker.execution.logprobs import token_logprobs
 from worker.execution.prompt_graphs import PromptGraphs
 from worker.execution.sampler import Sampled, merged
@@ -200,7 +200,7 @@ def test_the_gpu_path_answers_alike_alone_and_in_company() -> None:
         vocab_size=config.vocab_size,
         attention_scale=config.attention_scale,
     )
-    runner = InvariantRunner(model, InvariantBackend(config.num_heads, config.num_kv_heads), sizes, CPU)
+    runner = CudaRunner(model, InvariantBackend(config.num_heads, config.num_kv_heads), sizes, CPU)
     asked = requests_of(3, 2)[1:]
     together = answers(runner, 4, asked, 64)
     assert answers(runner, 4, asked[1:], 64) == together[1:]
@@ -245,6 +245,6 @@ def test_outcomes_of_single_rows_are_joined_in_order() -> None:
     assert whole.is_finite.tolist() == [True, False, True]
     assert (whole.logprob_indexes, whole.logprob_counts) == ([1, 2], [2, 0])
     assert whole.logprobs is not None
-    records = whole.logprobs.to_host(whole.logprob_counts)
+    records = whole.logprobs.on_the_way(whole.logprob_counts)()
     assert [len(record.alternatives) for record in records] == [2, 0]
     assert records[0].alternatives[0][0] == int(ids[1])

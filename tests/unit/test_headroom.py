@@ -1,8 +1,11 @@
 """The bound on a step's memory against what a step allocates, and what it leaves to pages."""
 
 import dataclasses
+import os
 import weakref
 from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before the imports below
 
 import numpy as np
 import pytest
@@ -72,3 +75,18 @@ def test_rows_that_want_all_there_is_need_no_more_than_is_counted(num_rows: int)
         Sampler(state).sample(logits, rows, np.full(num_rows, 2, np.int32))
     tables = 5 * vocab * len(state.history.tables([])[0])
     assert peak.most <= min(num_rows, ROWS_AT_ONCE) * vocab * BYTES_OF_TOKEN + tables
+
+
+@pytest.mark.parametrize("num_rows", [8, 100])
+def test_lines_of_the_sampling_kernels_take_no_more_than_is_counted_while_they_grow(num_rows: int) -> None:
+    pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+    from worker.execution.special_rows import SpecialRows
+
+    vocab = 20_000
+    params = SamplingParams(temperature=1.5, seed=1, top_p=0.99, frequency_penalty=0.5, logprobs=5)
+    with Peak() as peak:
+        special = SpecialRows(num_rows, vocab, torch.device("cpu"))
+        for row in range(num_rows):
+            special.start_rows([RowStart(Row(row), SequenceId(row), 0, (1, 2), 1, params, frozenset())])
+    assert len(special.edits.edited) == num_rows
+    assert 9 * num_rows * vocab <= peak.most <= num_rows * vocab * HISTORY_BYTES

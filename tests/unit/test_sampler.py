@@ -15,7 +15,7 @@ from tests import needs
 from worker.execution.constraint_masks import StepMasks
 from worker.execution.cpu_sampler import CpuSampler
 from worker.execution.sampler import ROWS_AT_ONCE, Filters, Sampled, Sampler, kept_candidates
-from worker.execution.sampling_state import SamplingState, any_of
+from worker.execution.sampling_state import SamplingState
 from worker.ids import Row, SequenceId
 from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.step import RowStart
@@ -371,7 +371,7 @@ def test_penalties_are_the_formulas(params: SamplingParams) -> None:
     logits = draw_logits(1)
     sampled = rows.sample(logits, [0], [10])
     assert sampled.logprobs is not None
-    record = sampled.logprobs.to_host([VOCAB])[0]
+    record = sampled.logprobs.on_the_way([VOCAB])()[0]
     expected = penalised(logits[0], params, prompt, output).log_softmax(0)
     ours = torch.empty(VOCAB)
     for token, logprob in record.alternatives:
@@ -466,7 +466,7 @@ def test_logprobs_are_before_temperature_and_filters_and_only_for_who_asks() -> 
     sampled = rows.sample(logits, [0, 1, 2], [3] * 3)
     assert sampled.logprob_indexes == [1, 2]
     assert sampled.logprobs is not None
-    warm, greedy = sampled.logprobs.to_host(sampled.logprob_counts)
+    warm, greedy = sampled.logprobs.on_the_way(sampled.logprob_counts)()
     expected = logits.log_softmax(-1)
     token = int(sampled.ids[1])
     assert warm.logprob == pytest.approx(float(expected[1, token]), abs=1e-6)
@@ -483,7 +483,7 @@ def test_equal_alternatives_come_by_id() -> None:
     logits[0, [60, 20]] = 1.0
     sampled = rows.sample(logits, [0], [3])
     assert sampled.logprobs is not None
-    record = sampled.logprobs.to_host([4])[0]
+    record = sampled.logprobs.on_the_way([4])()[0]
     assert [token for token, _ in record.alternatives][:2] == [20, 60]
     assert record.rank == 1
 
@@ -509,41 +509,15 @@ def test_a_step_of_many_rows_is_that_of_each_of_them() -> None:
     assert whole.is_finite.tolist() == [True] * (len(params) - 1) + [False]
     assert whole.logprob_indexes == list(range(0, len(params), 3))
     assert whole.logprobs is not None
-    records = dict(zip(whole.logprob_indexes, whole.logprobs.to_host(whole.logprob_counts), strict=True))
+    records = dict(zip(whole.logprob_indexes, whole.logprobs.on_the_way(whole.logprob_counts)(), strict=True))
     alone = Rows(*params).sampler
     for row in set(range(len(params) - 1)) - only.keys():
         at = slice(row, row + 1)
         one = alone.sample(logits[at].clone(), np.array([row], np.int32), ends[at])
         assert int(one.ids[0]) == int(whole.ids[row]), row
         if one.logprobs is not None:
-            assert one.logprobs.to_host(one.logprob_counts) == [records[row]]
+            assert one.logprobs.on_the_way(one.logprob_counts)() == [records[row]]
 
 
 def test_no_logprobs_cost_nothing() -> None:
     assert Rows(GREEDY, WARM).sample(draw_logits(2), [0, 1], [3, 3]).logprobs is None
-
-
-def test_rows_that_the_plain_sampler_draws_are_known_while_they_are() -> None:
-    """Each look at a set stands for one at the columns; who comes into the row next is drawn as before."""
-    state = SamplingState(max_running=4, vocab_size=50, device=CPU)
-    plain, rows = SamplingParams(), np.array([1, 2], np.int32)
-    special = [
-        replace(plain, presence_penalty=0.5),
-        replace(plain, logit_bias=((3, 1.0),)),
-        replace(plain, min_tokens=2, stop_token_ids=frozenset({4})),
-        replace(plain, logprobs=0),
-    ]
-    for params in special:
-        state.start_rows([RowStart(Row(2), SequenceId(1), 0, [5], 1, params, frozenset())])
-        assert any_of(rows, state.special_rows)
-        assert not any_of(rows[:1], state.special_rows)
-        assert not any_of(rows, state.scored_rows)
-        state.start_rows([RowStart(Row(2), SequenceId(2), 0, [5], 1, plain, frozenset())])
-        assert not any_of(rows, state.special_rows)
-    for params in (replace(plain, logit_bias=((99, 1.0),)), replace(plain, stop_token_ids=frozenset({4}))):
-        state.start_rows([RowStart(Row(2), SequenceId(1), 0, [5], 1, params, frozenset())])
-        assert not any_of(rows, state.special_rows), "no token of the vocabulary is touched"
-    scored = replace(plain, prompt_logprobs=1)
-    state.start_rows([RowStart(Row(1), SequenceId(3), 0, [5], 1, scored, frozenset())])
-    assert any_of(rows, state.scored_rows)
-    assert not any_of(rows, state.special_rows)

@@ -42,10 +42,6 @@ class StepMasks:
     words: Words  # [len(indexes), ceil(vocab_size / 32)]: bit t of a line is token t
     dead_ends: dict[int, str]  # index among the sampled rows → why nothing is allowed; its line is zero
 
-    def by_index(self) -> "dict[int, StepMasks]":
-        """Each row's mask alone, for a step that samples row by row."""
-        return {index: StepMasks([0], self.words[at : at + 1], {}) for at, index in enumerate(self.indexes)}
-
     def part(self, first: int, end: int) -> "StepMasks | None":
         """Of the sampled rows [first, end), where any has one: for a step that samples some at a time."""
         lines = [line for line, index in enumerate(self.indexes) if first <= index < end]
@@ -113,10 +109,6 @@ class ConstraintMasks:
                 continue
             num_prompt = start.num_prompt_tokens
             self._lines[start.row] = _Line(constraint, start.token_ids[num_prompt:], num_prompt)
-
-    def has_any(self, rows: Numbers) -> bool:
-        """Whether a row among these has a constraint."""
-        return bool(self._lines) and any(row in self._lines for row in rows)
 
     def begin(self, rows: Numbers, ends: Numbers) -> PendingMasks | None:
         """Begins to make the masks of a step's sampled rows; None: none has a constraint.

@@ -1,12 +1,14 @@
 """The runner on a GPU: decode steps and steps with prompts are CUDA graphs over the same fused kernels.
 
-Owns the graphs and the device's copy of the rows' sampling parameters. Rows whose requests want penalties, a
-bias, masked stop tokens or log-probabilities are drawn by the plain sampler, with the same noise.
+Owns the graphs and the device's copy of the rows' sampling parameters. A step with rows whose requests want
+penalties, a bias, masked stop tokens, a constraint or log-probabilities has its draw behind the graph, by the
+same kernels and some more (worker/execution/special_rows.py): its other rows are drawn as ever.
 """
 
 import logging
 import time
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from kernels.compile_ahead import compiling
 from kernels.compile_watch import CompileWatch
 from kernels.sample import make_scratch, sample
 from kernels.sample_columns import SampleRow, make_columns, write_rows
+from kernels.sample_edits import SampleEdits
 from worker.execution.constraint_masks import StepMasks
 from worker.execution.cuda_graphs import NO_PAGES, DecodeGraphs, DecodeTables, NewPages
 from worker.execution.graph_sizes import kernel_sizes
@@ -27,6 +30,7 @@ from worker.execution.prompt_steps import PromptSteps
 from worker.execution.runner import StepHandle
 from worker.execution.sampler import HostRows, Sampled
 from worker.execution.sampling_state import any_of, mark
+from worker.execution.special_rows import SpecialRows
 from worker.execution.step_buffers import StepOutcome
 from worker.execution.step_tensors import StepTensors, build_step_tensors
 from worker.execution.torch_runner import (
@@ -69,6 +73,7 @@ class CudaRunner(TorchRunner):
         self._columns = make_columns(config.max_running + 1, device)
         self._scratch = make_scratch(config.max_running, config.vocab_size, device)
         self._filtered_rows: set[int] = set()
+        self._special = SpecialRows(config.max_running, config.vocab_size, device)
         tables = DecodeTables(
             page_table=self.page_table.slots,
             token_ids=self.token_pool.ids,
@@ -149,7 +154,7 @@ class CudaRunner(TorchRunner):
             self.graphs.run_bodies()
 
     def _run_every_kernel(self, steps: Sequence[Step]) -> None:
-        """Launches all that requests can need, but for those that only special rows need."""
+        """Launches all that requests can need."""
         self.graphs.run_bodies()
         self.prompt_steps.run_bodies()
         for step in steps:
@@ -170,21 +175,24 @@ class CudaRunner(TorchRunner):
         for size in kernel_sizes(self.graphs.sizes):
             hidden = torch.zeros(size, embedding.shape[1], dtype=embedding.dtype, device=self._device)
             logits = self._logits(hidden)
-            for with_filters in (False, True):
-                self._draw(rows[:size], torch.ones_like(rows[:size]), logits, with_filters=with_filters)
+            there = (rows[:size], torch.ones_like(rows[:size]))
+            for with_filters, edits in product((False, True), (None, self._special.edits)):
+                ids, _ = self._launch_draw(logits, there, with_filters=with_filters, edits=edits)
+            self._special.launch_logprobs(logits, there[0], ids)
 
     def _run(self, step: Step, began: float) -> StepHandle:
-        self._state.begin_rows(step.row_starts)
-        self.constraint_masks.start_rows(step.row_starts)
+        self._start_rows(step.row_starts)
         values = self._sample_rows(step.row_starts)
-        try:
-            handle = self._run_prompts(step, values, began) if step.num_decode == 0 else None
-        finally:
-            self._state.fill_rows(step.row_starts)  # while the device computes: a first token may wait for it
+        handle = self._run_prompts(step, values, began) if step.num_decode == 0 else None
         if handle is not None:
             return handle
         write_rows(self._columns, [start.row for start in step.row_starts], values)
         return self._run_started(step, began)
+
+    def _start_rows(self, starts: Sequence[RowStart]) -> None:
+        self._special.start_rows(starts)
+        self.constraint_masks.start_rows(starts)
+        self._prompt_logprobs.start_rows(starts)
 
     def _run_started(self, step: Step, began: float) -> StepHandle:
         if step.num_decode != len(step.rows) or not self.graphs.fits(len(step.rows)):
@@ -196,7 +204,7 @@ class CudaRunner(TorchRunner):
             pages = NO_PAGES
         self.kv_pool.copy_pages(step.page_copies)
         rows = np.frombuffer(step.rows, dtype=np.int32)
-        if not self._is_plain(rows):
+        if self._special.has_any(rows):
             return self._run_special(step, pages, began)
         with_filters = any_of(rows, self._filtered_rows)
         outcome = self.graphs.run(step.rows, step.ends, with_filters=with_filters, new_pages=pages)
@@ -205,7 +213,7 @@ class CudaRunner(TorchRunner):
     def _run_prompts(self, step: Step, values: Sequence[SampleRow], began: float) -> StepHandle | None:
         """A step of a few short prompts that the kernel draws; None where it is not one."""
         rows = np.frombuffer(step.rows, dtype=np.int32)
-        if any_of(rows, self._state.scored_rows) or not self._is_plain(rows):
+        if self._special.has_any(rows) or self._prompt_logprobs.asked(step):
             return None
         self.kv_pool.copy_pages(step.page_copies)
         with_filters = any_of(rows, self._filtered_rows)
@@ -215,7 +223,7 @@ class CudaRunner(TorchRunner):
         return _ReplayedPrompts(step, outcome, began, is_replayed=self.graphs.captures)
 
     def _run_special(self, step: Step, pages: NewPages, began: float) -> StepHandle:
-        """A decode step with rows that the kernel does not draw: the network from a graph, then the sampler.
+        """A decode step with special rows: the network from a graph, then the draw.
 
         Masks of constraints are made meanwhile.
         """
@@ -223,23 +231,11 @@ class CudaRunner(TorchRunner):
         pending = self.constraint_masks.begin(rows, ends)
         logits, there = self.graphs.run_forward(step.rows, step.ends, new_pages=pages)
         masks = pending.result() if pending is not None else None
-        sampled = self._draw_special(logits, rows, ends, there, masks)
-        self.token_pool.write(*there, sampled.ids)
+        sampled = self._draw(logits, rows, ends, there, masks)
         launched = Launched(step, sampled, masks, began, is_replayed=self.graphs.captures)
         if launched.ids is not None:
             self.constraint_masks.sampled(rows, ends, launched.ids)
         return launched
-
-    def _draw_special(
-        self,
-        logits: Tensor,
-        rows: HostRows,
-        ends: HostRows,
-        there: tuple[Tensor, Tensor],
-        masks: StepMasks | None,
-    ) -> Sampled:
-        """One token per row by the plain sampler; `there`: rows and ends on the device."""
-        return self._sampler.sample(logits, rows, ends, masks)
 
     def watch_compilers(self) -> None:
         """The start is over: from now on the log tells of every kernel that was not there."""
@@ -254,13 +250,9 @@ class CudaRunner(TorchRunner):
             self.prompt_steps.close()
             self.prompt_graphs.close()
         steps = ("graphs", "prompt_steps", "prompt_graphs")
-        for name in (*steps, "_fused", "_attention", "_columns", "_scratch"):
+        for name in (*steps, "_fused", "_attention", "_columns", "_scratch", "_special"):
             self.__dict__.pop(name, None)
         super().close()
-
-    def _is_plain(self, rows: HostRows) -> bool:
-        """Whether the kernel draws all these rows; their starts are known."""
-        return not (any_of(rows, self._state.special_rows) or self.constraint_masks.has_any(rows))
 
     def _sample_rows(self, starts: Sequence[RowStart]) -> list[SampleRow]:
         """How sequences that enter a row are sampled; notes on the host who has filters."""
@@ -285,33 +277,27 @@ class CudaRunner(TorchRunner):
         hidden = torch.nn.functional.embedding(tensors.input_ids, self._fused.embedding)
         return self.prompt_graphs.run(hidden, tensors.batch, last)
 
-    def _sample(self, tensors: StepTensors, hidden: Tensor, masks: StepMasks | None) -> Sampled | None:
-        rows = tensors.sampled_rows_host
-        if len(rows) == 0 or not self._is_plain(rows):
-            return super()._sample(tensors, hidden, masks)
-        logits = self._logits(hidden[tensors.sampled_tokens])
-        ids, is_finite = self._draw(
-            tensors.sampled_rows,
-            tensors.sampled_ends,
-            logits,
-            with_filters=any_of(rows, self._filtered_rows),
-        )
-        # Copies: the scratch is the next step's as soon as that is launched.
-        return Sampled(ids.clone(), is_finite.clone(), [], [], None)
-
     def _draw(
-        self, rows: Tensor, ends: Tensor, logits: Tensor, *, with_filters: bool
+        self,
+        logits: Tensor,
+        rows: HostRows,
+        ends: HostRows,
+        there: tuple[Tensor, Tensor],
+        masks: StepMasks | None,
+    ) -> Sampled:
+        with_filters = any_of(rows, self._filtered_rows)
+        edits = self._special.edits if self._special.has_any(rows) else None
+        if masks is not None:
+            self._special.allow(rows, masks)
+        drawn = self._launch_draw(logits, there, with_filters=with_filters, edits=edits)
+        return self._special.sampled(logits, rows, there[0], *drawn)
+
+    def _launch_draw(
+        self, logits: Tensor, there: tuple[Tensor, Tensor], *, with_filters: bool, edits: SampleEdits | None
     ) -> tuple[Tensor, Tensor]:
-        return sample(
-            logits,
-            rows,
-            ends,
-            self._columns,
-            self._scratch,
-            self._config.vocab_size,
-            with_filters=with_filters,
-            token_pool=self.token_pool.ids,
-        )
+        where = (*there, self._columns, self._scratch, self._config.vocab_size)
+        pool = self.token_pool.ids
+        return sample(logits, *where, edits=edits, with_filters=with_filters, token_pool=pool)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._fused.logits(hidden)

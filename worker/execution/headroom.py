@@ -1,14 +1,16 @@
 """Memory that the largest step needs beside weights and pages: an upper bound, before anything is loaded.
 
 The first steps of a start run at that size, so a bound that is too low fails there and not under load; but
-for rows that the plain sampler draws, which a start does not have.
+for what rows with penalties and the like need, which a start does not have.
 """
 
 from worker.execution.sampler import BYTES_OF_TOKEN, ROWS_AT_ONCE
 from worker.model.config import ModelConfig
 
 HISTORY_BYTES = 15
-"""Of a row and a token: 5 of penalties' tables, which have up to twice the rows and are copied to grow."""
+"""Of a row and a token. For the plain sampler 5 of penalties' tables, which have up to twice the rows and are
+copied to grow; for the kernels 9.1 of a line (kernels/sample_edits.py), of which there are as many as rows;
+their tables grow one after the other, which takes no more."""
 
 LIBRARIES = 1 << 30
 """Bytes for the libraries' workspaces, kernels and CUDA graphs, measured with room to spare on an H200."""

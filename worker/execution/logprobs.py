@@ -5,11 +5,15 @@ masks, before temperature and filters.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from worker.execution.on_the_way import OnTheWay
 from worker.scheduling.step import TokenLogprob
 
 
@@ -18,18 +22,26 @@ class LogprobTensors:
     """Of num_rows tokens, on the device; read on the host once the step is over."""
 
     chosen: Tensor  # float32 [num_rows]
-    ranks: Tensor  # int64 [num_rows], from 1
+    ranks: Tensor  # integers [num_rows], from 1
     top_values: Tensor  # float32 [num_rows, max alternatives], best first
-    top_ids: Tensor  # int64 [num_rows, max alternatives]
+    top_ids: Tensor  # integers [num_rows, max alternatives]
 
-    def to_host(self, num_alternatives: Sequence[int]) -> list[TokenLogprob]:
-        """One record per row, each with the alternatives it asked for, as far as they are possible."""
-        chosen, ranks = self.chosen.tolist(), self.ranks.tolist()
-        values, ids = self.top_values.tolist(), self.top_ids.tolist()
-        return [
-            TokenLogprob(chosen[i], ranks[i], _possible(ids[i][:count], values[i][:count]))
-            for i, count in enumerate(num_alternatives)
-        ]
+    def on_the_way(self, num_alternatives: Sequence[int]) -> Callable[[], list[TokenLogprob]]:
+        """Begins to copy them, in one piece; what is returned waits for that alone, not for later steps, and
+        gives one record per row, each with the alternatives it asked for, as far as they are possible.
+        """
+        numbers = torch.cat([self.ranks[:, None], self.top_ids], dim=1).int()
+        values = torch.cat([self.chosen[:, None], self.top_values], dim=1).view(torch.int32)
+        return partial(_records, OnTheWay(torch.cat([numbers, values], dim=1)), num_alternatives)
+
+
+def _records(matrix: OnTheWay, num_alternatives: Sequence[int]) -> list[TokenLogprob]:
+    numbers, values = np.split(matrix.arrived(), 2, axis=1)
+    ids, logprobs = numbers.tolist(), values.view(np.float32).tolist()
+    return [
+        TokenLogprob(logprobs[i][0], ids[i][0], _possible(ids[i][1 : count + 1], logprobs[i][1 : count + 1]))
+        for i, count in enumerate(num_alternatives)
+    ]
 
 
 def _possible(ids: Sequence[int], values: Sequence[float]) -> tuple[tuple[int, float], ...]:

@@ -1,21 +1,18 @@
 """Log-probabilities of prompt tokens, for the spans of rows that asked.
 
-Owns no state but references to the rows' parameters. Values are of the network's own logits: penalties and
+Owns who asked. Values are of the network's own logits: penalties and
 bias shape what is sampled, not what was given.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from worker.execution.logprobs import LogprobTensors, token_logprobs
-from worker.execution.sampling_state import NO_LOGPROBS, SamplingState
 from worker.execution.step_tensors import StepTensors
 from worker.execution.token_pool import TokenPool
-from worker.scheduling.step import Step, TokenLogprob
+from worker.scheduling.step import RowStart, Step, TokenLogprob
 
 _TOKENS_AT_ONCE = 64  # logits of 64 tokens of a vocabulary of 152 thousand are 39 MB; of 8,192 tokens, 5 GB
 
@@ -23,12 +20,18 @@ _TOKENS_AT_ONCE = 64  # logits of 64 tokens of a vocabulary of 152 thousand are 
 class PromptLogprobs:
     """Scores tokens start + 1 .. min(end, num_prompt - 1) of a span by the hidden states before them."""
 
-    def __init__(
-        self, state: SamplingState, token_pool: TokenPool, logits: Callable[[Tensor], Tensor]
-    ) -> None:
-        self._state = state
+    def __init__(self, vocab_size: int, token_pool: TokenPool, logits: Callable[[Tensor], Tensor]) -> None:
+        self._vocab_size = vocab_size
         self._token_pool = token_pool
         self._logits = logits
+        self._rows: dict[int, tuple[int, int]] = {}  # who asked -> prompt tokens, alternatives
+
+    def start_rows(self, starts: Sequence[RowStart]) -> None:
+        """Takes over what sequences that enter a row want."""
+        for start in starts:
+            self._rows.pop(start.row, None)
+            if (count := start.params.prompt_logprobs) is not None:
+                self._rows[start.row] = (start.num_prompt_tokens, count)
 
     def of_step(
         self, step: Step, tensors: StepTensors, hidden: Tensor
@@ -43,17 +46,18 @@ class PromptLogprobs:
 
     def asked(self, step: Step) -> dict[int, int]:
         """By span index, how many of its tokens score the next one; only who has any."""
-        rows = np.frombuffer(step.rows, dtype=np.int32)
+        if not self._rows:
+            return {}
         found = {}
-        for span in (self._state.num_prompt_logprobs[rows] != NO_LOGPROBS).nonzero()[0].tolist():
-            num_prompt = int(self._state.num_prompt[step.rows[span]])
-            num_scored = min(step.ends[span], num_prompt - 1) - step.starts[span]
-            if num_scored > 0:
-                found[span] = num_scored
+        for span, row in enumerate(step.rows):
+            if row in self._rows:
+                num_scored = min(step.ends[span], self._rows[row][0] - 1) - step.starts[span]
+                if num_scored > 0:
+                    found[span] = num_scored
         return found
 
     def _score(self, hidden: Tensor, targets: Tensor, row: int) -> Callable[[], list[TokenLogprob]]:
-        count = int(self._state.num_prompt_logprobs[row])
+        _, count = self._rows[row]
         parts = [
             token_logprobs(self._vocabulary_logits(some), ids, count)
             for some, ids in zip(
@@ -66,7 +70,7 @@ class PromptLogprobs:
             top_values=torch.cat([p.top_values for p in parts]),
             top_ids=torch.cat([p.top_ids for p in parts]),
         )
-        return partial(whole.to_host, [count] * len(targets))
+        return whole.on_the_way([count] * len(targets))
 
     def _vocabulary_logits(self, hidden: Tensor) -> Tensor:
-        return self._logits(hidden)[:, : self._state.vocab_size].float()
+        return self._logits(hidden)[:, : self._vocab_size].float()

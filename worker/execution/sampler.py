@@ -1,4 +1,4 @@
-"""Logits to one token per sampled row.
+"""Logits to one token per sampled row, in plain torch: what the kernels of kernels/sample.py must equal.
 
 Owns no state but its reference to the rows' parameters. The order is: penalties, bias, masked stop tokens,
 masks of constraints (log-probabilities are read here), temperature, top-k, top-p, min-p, noise.
@@ -24,6 +24,7 @@ from worker.execution.constraint_masks import StepMasks
 from worker.execution.logprobs import LogprobTensors, token_logprobs
 from worker.execution.on_the_way import to_device
 from worker.execution.sampling_state import NO_LOGPROBS, SamplingState
+from worker.scheduling.step import RowStart
 
 HostRows = NDArray[np.int32]
 ROWS_AT_ONCE = 32
@@ -37,7 +38,7 @@ _FIRST_CANDIDATES = 256  # of a row with top-p or min-p alone; more only if they
 class Sampled:
     """Outcome of one step on the device; index i is the i-th sampled span."""
 
-    ids: Tensor  # int64 [num_sampled]; 0 where is_finite is false
+    ids: Tensor  # int64, or int32 of a kernel, [num_sampled]; 0 where is_finite is false
     is_finite: Tensor  # bool [num_sampled]
     logprob_indexes: list[int]  # which i asked for log-probabilities
     logprob_counts: list[int]  # and for how many alternatives
@@ -58,6 +59,10 @@ class Sampler:
 
     def __init__(self, state: SamplingState) -> None:
         self._state = state
+
+    def start_rows(self, starts: Sequence[RowStart]) -> None:
+        """See SamplingState."""
+        self._state.start_rows(starts)
 
     def sample(
         self, logits: Tensor, rows: HostRows, ends: HostRows, masks: StepMasks | None = None

@@ -1,4 +1,4 @@
-"""How each running row is sampled, and the token history that its penalties need.
+"""How each running row is sampled by the plain sampler, and the token history that its penalties need.
 
 Owns one column per parameter, indexed by row, and the count tables. Draws nothing itself.
 """
@@ -110,34 +110,18 @@ class SamplingState:
         self.seed_low = np.zeros(max_running, np.int64)
         self.seed_high = np.zeros(max_running, np.int64)
         self.choice = np.zeros(max_running, np.int64)
-        self.num_prompt = np.zeros(max_running, np.int32)
         # Stop tokens may be sampled from this position on, which may lie far behind the longest context.
         self.first_free_end = np.zeros(max_running, np.int64)
         self.num_logprobs = np.full(max_running, NO_LOGPROBS, np.int32)
-        self.num_prompt_logprobs = np.full(max_running, NO_LOGPROBS, np.int32)
         self.has_edits = np.zeros(max_running, np.bool_)  # penalties, bias or masked stop tokens
-        # Rows with edits or log-probabilities, and with log-probabilities of the prompt, once more: a look at
-        # a set that is empty takes a fraction of numpy's where code is cold, as before a first token.
-        self.special_rows: set[int] = set()
-        self.scored_rows: set[int] = set()
         self.bias: dict[int, tuple[Tensor, Tensor]] = {}  # row -> token ids, what is added to their logits
         self.stop_ids: dict[int, Tensor] = {}  # row -> tokens masked below min_tokens
 
     def start_rows(self, starts: Sequence[RowStart]) -> None:
         """Takes over the parameters and the history of sequences that enter a row."""
-        self.begin_rows(starts)
-        self.fill_rows(starts)
-
-    def begin_rows(self, starts: Sequence[RowStart]) -> None:
-        """What says how a row is drawn: `special_rows`, `scored_rows` and the edits."""
-        for start in starts:
-            self._start_edits(start)
-            mark(self.scored_rows, start.row, start.params.prompt_logprobs is not None)
-
-    def fill_rows(self, starts: Sequence[RowStart]) -> None:
-        """The rest, which the plain sampler alone reads; after `begin_rows`, before the next step."""
         for start in starts:
             self._fill(start)
+            self._start_edits(start)
 
     def keys(self, rows: NDArray[np.int32], positions: NDArray[np.int32]) -> NoiseKeys:
         """Noise keys of the tokens at these positions."""
@@ -159,11 +143,8 @@ class SamplingState:
         self.seed_low[row] = params.seed & 0xFFFFFFFF
         self.seed_high[row] = (params.seed >> 32) & 0xFFFFFFFF
         self.choice[row] = start.choice_index
-        self.num_prompt[row] = start.num_prompt_tokens
         self.first_free_end[row] = start.num_prompt_tokens + params.min_tokens
         self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
-        asked = params.prompt_logprobs
-        self.num_prompt_logprobs[row] = NO_LOGPROBS if asked is None else asked
 
     def _start_edits(self, start: RowStart) -> None:
         row, params = start.row, start.params
@@ -182,9 +163,7 @@ class SamplingState:
             self.history.start(start)
         else:
             self.history.forget(row)
-        has_edits = params.has_penalties or row in self.bias or row in self.stop_ids
-        self.has_edits[row] = has_edits
-        mark(self.special_rows, row, has_edits or params.logprobs is not None)
+        self.has_edits[row] = params.has_penalties or row in self.bias or row in self.stop_ids
 
     def _ids(self, token_ids: Iterable[int]) -> Tensor:
         return torch.tensor(list(token_ids), dtype=torch.int64, device=self.device)

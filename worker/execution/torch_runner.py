@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
@@ -27,14 +28,14 @@ from worker.execution.on_the_way import OnTheWay
 from worker.execution.page_table import PageTable
 from worker.execution.prompt_logprobs import PromptLogprobs
 from worker.execution.runner import BrokenHandle, RowsRead, StepHandle
-from worker.execution.sampler import Sampled, Sampler
+from worker.execution.sampler import HostRows, Sampled, Sampler
 from worker.execution.sampling_state import SamplingState
 from worker.execution.step_tensors import HostColumn, StepTensors, build_step_tensors
 from worker.execution.token_pool import TokenPool
 from worker.model.llama import Attend
 from worker.model.llama import Model as LlamaModel
 from worker.scheduling.audit import RowSpan
-from worker.scheduling.step import Step, StepResult, TokenLogprob
+from worker.scheduling.step import RowStart, Step, StepResult, TokenLogprob
 
 log = logging.getLogger(__name__)
 
@@ -125,12 +126,8 @@ class TorchRunner:
             poison=config.poison,
             scales=config.kv_scales,
         )
-        self._state = SamplingState(
-            max_running=config.max_running, vocab_size=config.vocab_size, device=device
-        )
-        self._sampler = _sampler(self._state, backend)
         self.constraint_masks = ConstraintMasks(config.vocab_size)
-        self._prompt_logprobs = PromptLogprobs(self._state, self.token_pool, self._logits)
+        self._prompt_logprobs = PromptLogprobs(config.vocab_size, self.token_pool, self._logits)
         log.info(
             "event=runner_ready device=%s backend=%s pages=%d page_size=%d kv_bytes=%d",
             device,
@@ -187,7 +184,6 @@ class TorchRunner:
             "token_pool",
             "page_table",
             "_sampler",
-            "_state",
             "_prompt_logprobs",
         ):
             self.__dict__.pop(name, None)
@@ -195,10 +191,24 @@ class TorchRunner:
             with suppress(RuntimeError):  # a failed device: the worker ends with why it failed, not with this
                 torch.cuda.empty_cache()
 
+    @cached_property
+    def _sampler(self) -> Sampler:
+        """The plain one, where nothing else draws."""
+        sizes = {"max_running": self._config.max_running, "vocab_size": self._config.vocab_size}
+        state = SamplingState(**sizes, device=self._device)
+        if isinstance(self._backend, CpuBackend) and self._backend.library is not None:
+            return CpuSampler(state, self._backend.library)
+        return Sampler(state)
+
     def _run(self, step: Step, began: float) -> StepHandle:
-        self._state.start_rows(step.row_starts)
-        self.constraint_masks.start_rows(step.row_starts)
+        self._start_rows(step.row_starts)
         return self._run_started(step, began)
+
+    def _start_rows(self, starts: Sequence[RowStart]) -> None:
+        """How sequences that enter a row are sampled."""
+        self._sampler.start_rows(starts)
+        self.constraint_masks.start_rows(starts)
+        self._prompt_logprobs.start_rows(starts)
 
     def _run_started(self, step: Step, began: float) -> StepHandle:
         """A step whose rows are known on the host."""
@@ -243,8 +253,20 @@ class TorchRunner:
         if len(tensors.sampled_rows_host) == 0:
             return None
         logits = self._logits(hidden[tensors.sampled_tokens])
-        sampled = self._sampler.sample(logits, tensors.sampled_rows_host, tensors.sampled_ends_host, masks)
-        self.token_pool.write(tensors.sampled_rows, tensors.sampled_ends, sampled.ids)
+        there = (tensors.sampled_rows, tensors.sampled_ends)
+        return self._draw(logits, tensors.sampled_rows_host, tensors.sampled_ends_host, there, masks)
+
+    def _draw(
+        self,
+        logits: Tensor,
+        rows: HostRows,
+        ends: HostRows,
+        there: tuple[Tensor, Tensor],
+        masks: StepMasks | None,
+    ) -> Sampled:
+        """One token per row, into the token pool too. `there`: rows and ends on the device."""
+        sampled = self._sampler.sample(logits, rows, ends, masks)
+        self.token_pool.write(*there, sampled.ids)
         return sampled
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -258,12 +280,6 @@ def _paged_model(model: Model, backend: AttentionBackend, kv_dtype: torch.dtype)
     if isinstance(model, LlamaModel) and isinstance(backend, CpuBackend) and kv_dtype == torch.float32:
         return cpu_model(model, backend.library)
     return None
-
-
-def _sampler(state: SamplingState, backend: AttentionBackend) -> Sampler:
-    if isinstance(backend, CpuBackend) and backend.library is not None:
-        return CpuSampler(state, backend.library)
-    return Sampler(state)
 
 
 def nonfinite_tokens(hidden: Tensor) -> Tensor:
@@ -321,6 +337,8 @@ class Launched:
         self._prompt = prompt
         self._began = began
         self._check = check
+        logprobs = sampled.logprobs if sampled else None
+        self._logprobs = logprobs.on_the_way(sampled.logprob_counts) if sampled and logprobs else None
         self.ids = OnTheWay(sampled.ids) if sampled else None
         self._is_finite = OnTheWay(sampled.is_finite) if sampled else None
 
@@ -334,7 +352,7 @@ class Launched:
         failed, dead_ends = self._failed()
         return StepResult(
             token_ids=self._token_ids(failed),
-            logprobs=self._logprobs(failed),
+            logprobs=self._logprobs_by_span(failed),
             prompt_logprobs={span: read() for span, read in self._prompt.items() if span not in failed},
             failed=failed,
             seconds=time.perf_counter() - self._began,
@@ -364,9 +382,8 @@ class Launched:
             return [NO_TOKEN_ID if s in failed else t for s, t in zip(self._step.sampled, ids, strict=True)]
         return ids
 
-    def _logprobs(self, failed: dict[int, str]) -> dict[int, TokenLogprob]:
-        if self._sampled is None or self._sampled.logprobs is None:
+    def _logprobs_by_span(self, failed: dict[int, str]) -> dict[int, TokenLogprob]:
+        if self._sampled is None or self._logprobs is None:
             return {}
         spans = [self._step.sampled[i] for i in self._sampled.logprob_indexes]
-        records = self._sampled.logprobs.to_host(self._sampled.logprob_counts)
-        return {s: record for s, record in zip(spans, records, strict=True) if s not in failed}
+        return {s: record for s, record in zip(spans, self._logprobs(), strict=True) if s not in failed}
