@@ -84,7 +84,7 @@ def test_commands_that_run_at_once_share_the_cores(tmp_path: Path) -> None:
     half = max(1, len(os.sched_getaffinity(0)) // 2)
     assert {(tmp_path / f"{name}.log").read_text() for name in ("one", "two")} == {f"{half}\n"}
     alone, beside = (Lane(1, "4,5,6,7,8").words("python -V", count) for count in (1, 2))
-    assert beside == [*alone[:4], "env", "OMP_NUM_THREADS=2", *alone[4:]]
+    assert beside == [*alone[:5], "env", "OMP_NUM_THREADS=2", *alone[5:]]
 
 
 def test_commands_of_a_stage_run_at_once_and_each_has_its_outcome(tmp_path: Path) -> None:
