@@ -178,3 +178,13 @@ def test_a_wrong_entry_of_the_free_list_is_found_in_a_short_round(slot: int) -> 
     assert [str(violation) for violation in auditor.check(max_pages=7)] == [
         f"free_list: slots of pages that are not FREE: expected [], found [{slot}]"
     ]
+
+
+def test_a_short_round_looks_at_one_sequence_after_another() -> None:
+    books = sound_books()
+    for number in (1, 2):
+        books.sequences[SequenceId(number)].num_sealed = 3
+    auditor = Auditor(books)
+    rounds = [[violation.subject for violation in auditor.check(max_pages=1)] for _ in range(3)]
+    said = "tokens of sequence {}: sealed, computed, launched, at most"
+    assert rounds == [[said.format(1)], [said.format(2)], []]
