@@ -43,7 +43,7 @@ logger = logging.getLogger("worker.engine")
 
 
 class Obedience:
-    """Carries out commands, one at a time; none of them can end the loop."""
+    """Carries out commands, one at a time. A request or a flush that breaks is refused alone."""
 
     def __init__(
         self,

@@ -80,6 +80,9 @@ def test_an_owner_number_is_told_apart_by_time() -> None:
     told = ring.after(10)
     assert told is not None
     assert ([each.request_id for each in told.started], told.ended_owners) == (["b"], [5])
+    told = ring.after(11)
+    assert told is not None
+    assert (list(told.started), told.ended_owners) == ([], [5]), "a start is told once"
 
 
 def test_starts_are_forgotten_with_their_events() -> None:

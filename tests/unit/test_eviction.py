@@ -49,6 +49,14 @@ def test_leaves_go_before_their_parents(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_names_each_page_once_and_then_none(policy: str) -> None:
+    order = POLICIES[policy](4)
+    assert order.pop() is None
+    order.add(2, 0, 1, True)
+    assert (order.pop(), order.pop()) == (2, None)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_evicting_more_than_there_is_is_an_error_that_changes_nothing(policy: str) -> None:
     """M-17."""
     cache = make(policy=policy)
@@ -171,6 +179,21 @@ def test_first_in_first_out_takes_no_notice_of_hits() -> None:
         store(cache, [0, 0])
     cache.evict(2)
     assert [known(cache, [number, number]) for number in range(4)] == [0, 2, 2, 2]
+
+
+def test_first_in_first_out_keeps_nothing_of_a_page_that_a_flush_took() -> None:
+    """Of one that it had passed over before; with what comes into that page the order starts anew."""
+    cache = make(4, policy="fifo")
+    (first,) = store(cache, [1])
+    store(cache, [2])
+    cache.acquire([first], 9, is_hit=True)
+    cache.evict(1)
+    cache.release([first], 9)
+    cache.flush()
+    for number in (3, 4, 5):
+        store(cache, [number])
+    cache.evict(2)
+    assert [known(cache, [number]) for number in (3, 4, 5)] == [0, 0, 1]
 
 
 def test_first_in_first_out_returns_to_what_it_had_to_pass_over() -> None:

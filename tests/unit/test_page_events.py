@@ -62,6 +62,9 @@ def test_every_field_comes_back() -> None:
     assert (events.owners[0], events.refs[0], events.others[0]) == (65_535, 3, 4)
     assert (events.tags[0], events.steps[0], events.times_us[0]) == (2**64 - 1, 17, 2**40)
     assert events.tokens == [b"abcd"]
+    unasked = ring.read(0)
+    assert unasked is not None
+    assert not unasked.tokens, "token ids are given to those who ask for them"
 
 
 def test_events_of_a_reused_place_carry_nothing_of_the_old_one() -> None:
@@ -81,8 +84,15 @@ def test_events_of_a_reused_place_carry_nothing_of_the_old_one() -> None:
 def test_a_batch_may_cross_the_end_of_the_ring(start: int, count: int) -> None:
     ring = EventRing(8)
     extend(ring, range(start))
-    extend(ring, range(100, 100 + count))
-    assert pages_of(ring.read(start)) == list(range(100, 100 + count))
+    pages, owners, refs = (range(first, first + count) for first in (100, 200, 300))
+    ring.extend(PageEventKind.RELEASED, array("I", pages), array("H", owners), array("H", refs))
+    events = ring.read(start)
+    assert events is not None
+    assert (list(events.pages), list(events.owners), list(events.refs)) == (
+        list(pages),
+        list(owners),
+        list(refs),
+    )
 
 
 def test_a_batch_larger_than_the_ring_keeps_its_end() -> None:

@@ -5,6 +5,8 @@ from array import array
 
 import pytest
 
+from worker.ids import NO_PAGE
+from worker.pages.events import PageEventKind
 from worker.pages.evicted_prefixes import EvictedPrefixes
 from worker.pages.fingerprint import Fingerprinter
 from worker.pages.no_sharing import NoSharing
@@ -233,6 +235,37 @@ def test_the_strategy_without_sharing_finds_and_keeps_nothing() -> None:
     with pytest.raises(ValueError, match="1 pages to evict, only 0"):
         cache.evict(1)
     assert cache.check() == []
+
+
+def test_each_page_of_a_run_is_told_with_its_own_tokens() -> None:
+    """Up to the one that another page holds already."""
+    cache = PageCache(CacheConfig(8, 2))
+    pages = cache.allocate(array("H", (1,)) * 4)
+    assert pages is not None
+    assert cache.seal_run(pages[:2], None, b"", raw(1, 2, 3, 4), 1) == 2
+    before = cache.events.number
+    assert cache.seal_run([pages[2], pages[3]], None, b"", raw(5, 6, 7, 8), 1) == 2
+    assert cache.seal_run([pages[2], pages[3]], None, b"", raw(1, 2, 3, 4), 1) == 0
+    events = cache.events.read(before, with_tokens=True)
+    assert events is not None
+    assert events.tokens == [raw(5, 6), raw(7, 8)]
+    assert list(events.others) == [NO_PAGE, pages[2]]
+
+
+def test_what_operators_do_to_pages_is_of_no_owner() -> None:
+    cache = PageCache(CacheConfig(4, 1))
+    pages = cache.allocate(array("H", (7,)))
+    assert pages is not None
+    cache.seal(pages[0], None, b"", raw(5), 7)
+    cache.release(pages, 7)
+    before = cache.events.number
+    cache.pin(pages)
+    cache.unpin(pages)
+    cache.flush()
+    events = cache.events.read(before)
+    assert events is not None
+    kinds = [PageEventKind.PINNED, PageEventKind.UNPINNED, PageEventKind.EVICTED, PageEventKind.FREED]
+    assert list(zip(events.kinds, events.owners, strict=True)) == [(kind, 0) for kind in kinds]
 
 
 def test_the_audit_finds_a_page_that_left_only_one_side() -> None:

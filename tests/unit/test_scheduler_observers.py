@@ -13,9 +13,11 @@ from worker.ids import NO_PAGE, PageId, SequenceId
 from worker.pages.events import PageEventKind, PageState
 from worker.scheduling import views
 from worker.scheduling.books import Books
+from worker.scheduling.output import FinishCode
 from worker.scheduling.request import RequestSpec
 from worker.scheduling.sampling import SamplingParams
 from worker.stats import Growth, SequenceState, SequenceView, WaitReason
+from worker.traffic import Arrival, Departure
 
 MODEL = FakeModel(1000)
 
@@ -52,6 +54,40 @@ def test_a_view_says_who_it_is_and_where_it_stands() -> None:
     assert (first.priority, first.prompt_tokens, first.receive_time_ns) == (3, 9, 77)
     assert first.owner > 0
     assert first.owner != second.owner
+
+
+def test_traffic_tells_each_arrival_and_each_end_with_how_long_it_waited() -> None:
+    harness = make(max_running=1)
+    told: list[Arrival | Departure] = []
+    harness.scheduler.tell_traffic(told.append)
+    harness.add(request(1, range(8), max_tokens=3))
+    harness.turn()
+    began, number = harness.now, harness.scheduler.cache.events.number
+    spec = request(
+        2, range(8), max_tokens=7, prompt_logprobs=0, request_id="r2", priority=2, cache_salt=b"x",
+        resume_token_ids=[5, 6], cache_write=False,
+    )  # fmt: skip
+    harness.add(spec)
+    harness.add(request(3, range(8)))
+    harness.turn()
+    harness.abort(3)
+    harness.run()
+    second = next(each for each in told if isinstance(each, Arrival) and each.sequence_id == 2)
+    assert second == Arrival(
+        int(began * 1e6), number, SequenceId(2), "r2", [*range(8), 5, 6], 1, 5, 2, False, False, b"x"
+    )
+    ends = {each.sequence_id: each for each in told if isinstance(each, Departure)}
+    assert [type(each) for each in told].count(Arrival) == len(ends) == 3
+    assert (ends[1].queue_us, ends[1].prefix, ends[1].finish_code) == (
+        10_000,
+        (0, 4, 0, 4),
+        FinishCode.MAX_TOKENS,
+    )
+    start = harness.answers[2].start
+    assert start is not None
+    assert ends[2].queue_us == int(start.queue_seconds * 1e6) == pytest.approx(32_000, abs=1)  # three turns
+    assert (list(ends[2].token_ids), ends[2].first_id) == ([*range(8), 5, 6, *harness.answers[2].tokens], 2)
+    assert (ends[3].queue_us, ends[3].prefix, ends[3].finish_code) == (0, None, FinishCode.ABORTED)
 
 
 def grow(book: dict[int, SequenceView], growth: Growth) -> None:

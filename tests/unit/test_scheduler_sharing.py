@@ -363,6 +363,7 @@ def test_peak_pages_count_each_page_once() -> None:
     found = [end.bill for end in bills if end is not None and end.bill is not None]
     assert len(found) == 1
     assert found[0].peak_pages == 2 + 3  # two shared, and one each
+    assert found[0].saved_tokens == 2 * 8  # that the first sample computed for the others
     assert found[0].tail_waste_slots == 0  # 12 of 12 slots hold a token: 9 + 4 - 1
 
 

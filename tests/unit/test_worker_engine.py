@@ -429,6 +429,33 @@ def test_a_full_device_ends_everything_with_its_reason(error: Exception) -> None
     assert {b.got[number].ends[0].failure for number in codes} == {FailureReason.DEVICE_OUT_OF_MEMORY}
 
 
+def test_a_device_that_is_full_when_a_broken_step_runs_again_is_told_as_full() -> None:
+    def fault(stage: str, step: Step) -> BaseException | None:
+        if step.number != 5 or (stage == "prepare" and not raised):
+            return None
+        raised.append(OutOfMemoryError("no memory") if raised else RuntimeError("broken"))
+        return raised[-1]
+
+    raised: list[BaseException] = []
+    with bench(fault=fault) as b:
+        b.add(1, prompt_of(1), max_tokens=50)
+        b.finish(1)
+        b.thread.join(WAIT_SECONDS)
+        assert b.status == EXIT_OUT_OF_MEMORY
+    assert b.got[1].ends[0].failure == FailureReason.DEVICE_OUT_OF_MEMORY
+
+
+def test_the_death_of_another_thread_ends_all_at_once_with_an_answer() -> None:
+    with bench(EngineSettings(drain_grace=3600.0), Slow()) as b:
+        b.add(1, prompt_of(1), max_tokens=100)
+        b.wait(lambda: 1 in b.got)
+        b.engine.fail()
+        assert b.finish(1) == {1: FinishCode.FAILED}
+        b.thread.join(WAIT_SECONDS)
+        assert b.status == EXIT_BUG
+    assert b.got[1].ends[0].failure == FailureReason.INTERNAL
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_device_that_is_lost_ends_the_worker_and_all_with_an_answer(
     overlap: bool, caplog: pytest.LogCaptureFixture

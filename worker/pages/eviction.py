@@ -304,16 +304,12 @@ class FirstInFirstOut(EvictionPolicy):
 
     def forget(self, page: int) -> None:
         """See EvictionPolicy."""
-        self._can_go[page] = self._passed_over[page] = 0
-        if page in self._lists:
-            self._lists.remove(page)
+        self._lists.remove(page)  # a leaf that nobody refers to was not passed over, or is back
 
     def pop(self) -> int | None:
         """See EvictionPolicy."""
         while (page := self._lists.pop()) is not None and not self._can_go[page]:
             self._passed_over[page] = 1
-        if page is not None:
-            self._can_go[page] = 0
         return page
 
 

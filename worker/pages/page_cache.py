@@ -17,7 +17,7 @@ from worker.pages.fingerprint import Fingerprinter
 from worker.pages.marked_prefixes import MarkedPrefixes
 from worker.pages.no_sharing import NoSharing
 from worker.pages.pool import PagePool
-from worker.pages.prefix_trie import TOKEN_BYTES, PrefixIndex, PrefixTrie
+from worker.pages.prefix_trie import PrefixIndex, PrefixTrie
 from worker.pages.unwatched_pool import UnwatchedPool
 from worker.pages.violation import Violation
 
@@ -68,7 +68,6 @@ class PageCache:
         self.events = self.pool.events
         self._policy = POLICIES[config.eviction_policy](config.num_pages)
         self._index = _index(config)
-        self._page_bytes = config.page_size * TOKEN_BYTES
         self._pin_counts: dict[int, int] = {}
         self.num_capacity_evictions = 0
         self.num_flush_evictions = 0
@@ -178,9 +177,7 @@ class PageCache:
         """``seal`` of consecutive pages with these tokens, up to the first that is held already; how many."""
         marks = self._index.insert_run(pages, parent, salt, raw)
         if marks:
-            self.pool.seal_run(
-                pages[: len(marks)], parent, marks, owner, raw[: self._page_bytes * len(marks)]
-            )
+            self.pool.seal_run(pages[: len(marks)], parent, marks, owner, raw)
         return len(marks)
 
     def seal_each(

@@ -127,7 +127,7 @@ class PagePool(AuditedColumns):
     def seal_run(
         self, pages: Sequence[int], parent: int | None, fingerprints: Sequence[int], owner: int, raw: bytes
     ) -> None:
-        """``seal`` of consecutive pages; ``raw``: the tokens of all of them."""
+        """``seal`` of consecutive pages; ``raw``: the tokens of all of them, and maybe of more."""
         size = self.page_size * TOKEN_BYTES
         for at, (page, mark) in enumerate(zip(pages, fingerprints, strict=True)):
             self.seal(page, parent, mark, owner, raw[at * size : (at + 1) * size])

@@ -325,7 +325,7 @@ class PrefixTrie:
             if key is not None and not isinstance(key[0], bytes):
                 children[key[0]] += 1
         num_keys = sum([key is not None for key in self._keys])
-        if num_keys != len(self._pages) or num_keys != len(set(self._pages.values())):
+        if num_keys != len(self._pages):
             found.append(Violation("trie", "nodes and pages that stand in one", len(self._pages), num_keys))
         for page, count in enumerate(children):
             if count != self._num_children[page]:

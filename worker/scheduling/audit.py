@@ -62,7 +62,7 @@ class Auditor:
         found += _check_rows(books)
         for sequence in sequences:
             found += _check_sequence(books, sequence)
-        return found + [Violation("page_table", text, "", "") for text in books.batch.check()]
+        return found + books.batch.check()
 
     def _window(self, max_pages: int) -> range:
         num_pages = self._books.config.cache.num_pages
@@ -135,7 +135,9 @@ def _check_references(books: Books, *, every_page: bool) -> list[Violation]:
         if actual != expected[page]:
             found.append(Violation("refcount", f"references of page {page}", expected[page], actual, page))
     total = pool.num_free + pool.num_cached + pool.num_pinned + len(expected)
-    if pool.num_active != len(expected) or total != num_pages:
+    if pool.num_active != len(expected):
+        found.append(Violation("state_sum", "pages that rows hold", len(expected), pool.num_active))
+    if total != num_pages:
         found.append(Violation("state_sum", "free + cached + pinned + held", num_pages, total))
     return found
 
@@ -159,9 +161,10 @@ def _check_sequence(books: Books, sequence: Sequence) -> list[Violation]:
     pool, pages = books.cache.pool, sequence.pages
     row = sequence.row if sequence.owner else None
     if sequence.place == Place.QUEUE:
-        if pages or sequence.owner:
-            subject = f"pages of {sequence.name}, which waits"
-            found.append(Violation("page_table", subject, 0, len(pages), row=row))
+        for what, actual in (("pages", len(pages)), ("owner number", sequence.owner)):
+            if actual:
+                subject = f"{what} of {sequence.name}, which waits"
+                found.append(Violation("page_table", subject, 0, actual, row=row))
         return found
     if len(set(pages)) != len(pages):
         subject = f"pages of {sequence.name} that differ"

@@ -14,6 +14,7 @@ from collections.abc import Callable, MutableSequence
 from typing import Any, NamedTuple
 
 from worker.ids import SequenceId
+from worker.pages.violation import Violation
 from worker.scheduling.sequence import Place, Sequence
 
 
@@ -192,19 +193,24 @@ class DecodeBatch:
             self._stop_ids = frozenset(self._stop_counts)
         return self._stop_ids
 
-    def check(self) -> list[str]:
+    def check(self) -> list[Violation]:
         """What does not hold between the columns and the calendars."""
         found = []
         for at, sequence in enumerate(self.sequences):
             start = self.starts[at]
-            if sequence.batch_index != at or sequence.place != Place.BATCH:
-                found.append(f"{sequence} stands at {at} of the batch, not {sequence.batch_index}")
-            if sequence not in self._edges[(self._tick - start) % self._page_size]:
-                found.append(f"{sequence} at position {start} is not in its edge list")
-            if sequence not in self._lasts.get(self._tick + sequence.limit - 2 - start, {}):
-                found.append(f"{sequence} at position {start} is not in the list of its last step")
-        if sum(map(len, self._edges)) != len(self) or sum(map(len, self._lasts.values())) != len(self):
-            found.append(f"{len(self)} members, {sum(map(len, self._edges))} in edge lists")
+            stands = (sequence.batch_index, sequence.place.name)
+            if stands != (at, Place.BATCH.name):
+                subject = f"index and place of {sequence.name}"
+                found.append(Violation("page_table", subject, (at, Place.BATCH.name), stands))
+            edge = self._edges[(self._tick - start) % self._page_size]
+            last = self._lasts.get(self._tick + sequence.limit - 2 - start, {})
+            for which, listed in (("page edge", edge), ("last step", last)):
+                if sequence not in listed:
+                    subject = f"{sequence.name} at position {start} in the list of its {which}"
+                    found.append(Violation("page_table", subject, True, False))
+        for which, lists in (("page edges", self._edges), ("last steps", self._lasts.values())):
+            if (number := sum(map(len, lists))) != len(self):
+                found.append(Violation("page_table", f"sequences in lists of {which}", len(self), number))
         return found
 
 

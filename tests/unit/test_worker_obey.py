@@ -1,0 +1,115 @@
+"""What the engine does with orders of operators, without its loop: which pages a flush means, and checks."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from worker.channels import OutputQueue
+from worker.description import PoolDescription
+from worker.execution.fake_runner import FakeModel, FakeRunner
+from worker.execution.testing import small_config
+from worker.live_audit import LiveAudit
+from worker.messages import (
+    CallError,
+    CallFailure,
+    CallReason,
+    CheckAnswer,
+    CheckIntegrity,
+    Flush,
+    FlushAnswer,
+    LinkMessage,
+    Ticket,
+)
+from worker.obey import Obedience
+from worker.scheduling.scheduler import Scheduler
+
+KEYS = (b"alice\0x", b"alice\0", b"bob\0x", b"\0x", b"alicex\0")  # a tenant, a zero byte, a salt
+TICKET = Ticket("s", 1)
+
+
+class Desk:
+    """One page is cached under each of KEYS."""
+
+    def __init__(self) -> None:
+        self.scheduler = Scheduler(small_config())
+        runner = FakeRunner(num_pages=16, page_size=4, max_running=8, row_width=64, model=FakeModel(50))
+        self.audit = LiveAudit(self.scheduler, runner, interval_seconds=3600.0, clock=lambda: 0.0)
+        self.outputs: OutputQueue[LinkMessage] = OutputQueue(100)
+        pool = PoolDescription(16, 4, 8, 64, "lru")
+        self.obedience = Obedience(self.scheduler, runner, self.outputs, pool, self.audit, clock=lambda: 0.0)
+        for salt in KEYS:
+            pages = self.scheduler.cache.allocate(array("H", (1,)))
+            assert pages is not None
+            self.scheduler.cache.seal(pages[0], None, salt, bytes(16), 1)
+            self.scheduler.cache.release(pages, 1)
+
+    def left(self) -> list[bytes]:
+        index = self.scheduler.cache.index
+        return sorted(index.salt(page) for page in index.pages())
+
+    def answers(self) -> Sequence[LinkMessage]:
+        return self.outputs.take(100)
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    made = Desk()
+    yield made
+    made.outputs.close()
+
+
+@pytest.mark.parametrize(
+    ("tenant", "salt", "taken"),
+    [
+        ("", None, KEYS),
+        ("alice", None, (b"alice\0x", b"alice\0")),
+        ("alice", b"x", (b"alice\0x",)),
+        ("alice", b"", (b"alice\0",)),
+        ("", b"x", (b"alice\0x", b"bob\0x", b"\0x")),
+        ("", b"", (b"alice\0", b"alicex\0")),
+        ("carol", None, ()),
+        ("bob", b"", ()),
+    ],
+)
+def test_a_flush_takes_the_pages_of_its_tenant_and_salt(
+    desk: Desk, tenant: str, salt: bytes | None, taken: Sequence[bytes]
+) -> None:
+    """Without a tenant those of all, without a salt those with any; the empty salt is one, too."""
+    desk.obedience.obey(Flush(TICKET, tenant, salt, False, False), 0.0)
+    assert list(desk.answers()) == [FlushAnswer(TICKET, len(taken), 0)]
+    assert desk.left() == sorted(set(KEYS) - set(taken))
+
+
+def test_a_flush_that_breaks_is_answered(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def broken(*_: object) -> None:
+        raise KeyError("which nobody may read")
+
+    monkeypatch.setattr(desk.scheduler, "flush", broken)
+    desk.obedience.obey(Flush(TICKET, "", None, False, False), 0.0)
+    assert list(desk.answers()) == [CallFailure(TICKET, CallError.INTERNAL, CallReason.INTERNAL, "KeyError")]
+
+
+def test_one_check_of_everything_at_a_time_and_each_call_has_one_answer(desk: Desk) -> None:
+    first, second, third = (Ticket("s", number) for number in (1, 2, 3))
+    desk.obedience.obey(CheckIntegrity(first), 0.0)
+    desk.obedience.obey(CheckIntegrity(second), 0.0)
+    (refusal,) = desk.answers()
+    assert isinstance(refusal, CallFailure)
+    assert (refusal.ticket, refusal.error, refusal.reason) == (
+        second,
+        CallError.RESOURCE_EXHAUSTED,
+        CallReason.QUOTA_EXCEEDED,
+    )
+    desk.audit.look(0.0)
+    (answer,) = desk.answers()
+    assert isinstance(answer, CheckAnswer)
+    assert (answer.ticket, answer.report.num_pages, answer.report.num_findings) == (first, 16, 0)
+    desk.obedience.close()
+    assert not desk.answers(), "it is answered"
+    desk.obedience.obey(CheckIntegrity(third), 0.0)
+    desk.obedience.close()
+    (told,) = desk.answers()
+    assert isinstance(told, CallFailure)
+    assert (told.ticket, told.error) == (third, CallError.UNAVAILABLE)
