@@ -163,6 +163,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         worker_id, now = kept.mirror.worker_id, self._loop.time()
         place = cursors.read(request.cursor, worker_id, now)
         if place is None:
+            place = cursors.START
             found.add("cursor", f"is of another list or older than {cursors.VALID_SECONDS:g} s")
         _refuse(found)
         book, viewer = kept.mirror.sequences, self._viewer()

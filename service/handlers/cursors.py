@@ -15,7 +15,7 @@ VALID_SECONDS = 60.0
 Place = tuple[int, int, int]
 """Receive time, sample, and how many of exactly these were told: above 1 where two came in one nanosecond."""
 
-_START: Place = (0, 0, 0)
+START: Place = (0, 0, 0)
 
 
 def sort(records: list[SequenceRecord], place: Place) -> int:
@@ -27,7 +27,7 @@ def sort(records: list[SequenceRecord], place: Place) -> int:
 
 
 def write(worker_id: str, now: float, told: Sequence[SequenceRecord]) -> str:
-    """Goes on behind the last of `told`, the list from its beginning; `now`: seconds, of one clock for all."""
+    """Goes on behind the last of `told`, the list from its beginning; `now`: seconds of a clock of all."""
     age = _age(told[-1])
     same = len(told) - bisect_left(told, age, key=_age)
     fields = [worker_id, now + VALID_SECONDS, *age, same]
@@ -37,7 +37,7 @@ def write(worker_id: str, now: float, told: Sequence[SequenceRecord]) -> str:
 def read(cursor: str, worker_id: str, now: float) -> Place | None:
     """Its place; an empty one begins. None: not of this worker's list, too old, or no cursor at all."""
     if not cursor:
-        return _START
+        return START
     try:
         whose, until, received, choice, told = json.loads(base64.urlsafe_b64decode(cursor))
         place = int(received), int(choice), int(told)

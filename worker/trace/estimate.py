@@ -148,7 +148,7 @@ def _figures(counts: Counts) -> dict[str, object]:
 
 
 def main() -> None:
-    """Child process: one task from stdin, its figures to stdout. Its parent keeps stdin open while it lives."""
+    """Child process: one task from stdin, its figures to stdout. Its parent keeps stdin open to its end."""
     os.nice(NICENESS)
     calm_collector()
     try:

@@ -140,6 +140,6 @@ def _common_host(addresses: Sequence[str]) -> str:
     hosts = {each.rpartition(":")[0].strip("[]") for each in addresses}
     if len(hosts) > 1:
         raise CredentialsError(
-            f"TLS to {','.join(addresses)}: several hosts need a server name, one that all their certificates have"
+            f"TLS to {','.join(addresses)}: several hosts need a server name that all their certificates have"
         )
     return hosts.pop()
