@@ -127,6 +127,8 @@ class Request:
     sampling: Sampling
     stops: Stops
     output: Output
+    model_id: str = ""  # whose answer it is, wherever it goes on; empty: anybody's
+    context_tokens: int = 0  # at which it ends at the latest, wherever it goes on; 0: as each worker has it
     num_samples: int = 1
     priority: int = 0
     queue_timeout_ms: int = 0  # 0: no limit

@@ -154,14 +154,13 @@ class Service:
         config = self._config
         options = server_options(processes=config.processes, behind_balancer=config.behind_balancer)
         log.info("event=options %s", " ".join(f"{name}={value}" for name, value in options))
-        credentials = _credentials(config)
         self._server = grpc.aio.server(interceptors=self._interceptors(), options=options)
         self._add_services(self._server)
-        self.port = _listen(self._server, config.address, credentials)
+        self.port = _listen(self._server, config.address, config)
         if config.admin_address:
             self._admin = grpc.aio.server(interceptors=self._interceptors(), options=options)
             self._add_admin(self._admin)
-            self.admin_port = _listen(self._admin, config.admin_address, credentials)
+            self.admin_port = _listen(self._admin, config.admin_address, config)
         await self._start_ops()
         self.backstage.pool.watch(self._refresh_health)
         self.backstage.pool.watch(self._pin_keeper.look)
@@ -376,7 +375,7 @@ def _seam_keys(config: ServiceConfig) -> SeamKeys | None:
 
 
 def _credentials(config: ServiceConfig) -> grpc.ServerCredentials | None:
-    """TLS as configured; None: plaintext. Raises ListenError."""
+    """TLS of one listener as configured; None: plaintext. Raises ListenError."""
     if not config.tls_certificate:
         return None
     ca = Path(config.tls_client_ca) if config.tls_client_ca else None
@@ -386,14 +385,15 @@ def _credentials(config: ServiceConfig) -> grpc.ServerCredentials | None:
         raise ListenError(f"tls_certificate, tls_key: {error}") from error
 
 
-def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+def _listen(server: grpc.aio.Server, address: str, config: ServiceConfig) -> int:
     is_unix = address.startswith("unix:")
+    credentials = None if is_unix else _credentials(config)
     if is_unix and is_served(address.removeprefix("unix:")):
         raise ListenError(f"address {address} is taken by another server")
     # A socket file is for its owner only, from the moment on that it exists.
     before = os.umask(0o177) if is_unix else None
     try:
-        if credentials is not None and not is_unix:
+        if credentials is not None:
             return server.add_secure_port(address, credentials)
         return server.add_insecure_port(address)
     except RuntimeError as error:

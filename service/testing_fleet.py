@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,8 @@ class WorkerProcess:
         self.log_path = folder / f"{worker_id}.log"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        """Begins a life; returns at once."""
+    def start(self, *more_flags: str) -> None:
+        """Begins a life, with these settings as well; returns at once."""
         assert self.process is None or self.process.poll() is not None, "it lives"
         command = [sys.executable, "-m", "worker", "--parent-watch", "--worker-id", self.worker_id]
         command += [
@@ -56,6 +56,7 @@ class WorkerProcess:
             "--pages-address",
             self._pages,
             *self._flags,
+            *more_flags,
         ]
         environment = {**child_environment(), "OMP_NUM_THREADS": "1"}
         with self.log_path.open("ab") as log:
@@ -195,14 +196,22 @@ class Fleet:
 
 @contextmanager
 def running_fleet(
-    folder: Path, *flags: str, count: int = 2, has_cables: bool = False, **settings: Any
+    folder: Path,
+    *flags: str,
+    count: int = 2,
+    more_flags: Mapping[str, Sequence[str]] | None = None,
+    has_cables: bool = False,
+    **settings: Any,
 ) -> Iterator[Fleet]:
-    """A service and `count` workers on the CPU that are there; `has_cables`: each behind one of its own."""
+    """A service and `count` workers on the CPU that are there, or one for each name in `more_flags`.
+
+    `has_cables`: each worker is behind one of its own.
+    """
     with ExitStack() as cleanup:
         workers = []
-        for number in range(count):
+        for name, more in (more_flags or {f"worker-{number}": () for number in range(count)}).items():
             cable = cleanup.enter_context(closing(Cable())) if has_cables else None
-            worker = WorkerProcess(folder, f"worker-{number}", *flags, cable=cable)
+            worker = WorkerProcess(folder, name, *flags, *more, cable=cable)
             cleanup.callback(worker.kill)
             worker.start()
             workers.append(worker)

@@ -14,6 +14,7 @@ from service.fleet.codec import WorkerFacts
 from service.fleet.link import LinkListener, WorkerLink
 from service.fleet.names import WorkerNames
 from service.fleet.prefix_hint import routing_key
+from service.fleet.room import size_of, with_room
 from service.fleet.router import Candidate, choose
 from service.fleet.seam import SeamClient, SeamKeys
 from service.request import LostReason, Request
@@ -131,12 +132,10 @@ class WorkerPool:
 
     @property
     def facts(self) -> WorkerFacts | None:
-        """Facts of a worker that is there, or was there last: model and limits."""
+        """Facts of the roomiest worker that takes requests, is there, or was there last: model and limits."""
         known = self.known
-        for link in known:
-            if link.is_up:
-                return link.facts
-        return known[0].facts if known else None
+        there = self.usable or [link for link in known if link.is_up] or known
+        return max((link.facts for link in there if link.facts is not None), key=size_of, default=None)
 
     @property
     def pinned_pages(self) -> int:
@@ -164,7 +163,7 @@ class WorkerPool:
 
     def pick(self, request: Request, avoid: Collection[str] = ()) -> WorkerLink | None:
         """The worker for a request, none of those in `avoid` if there are others; None: nobody is usable."""
-        usable = self.usable
+        usable = with_room(self.usable, request)
         if len(usable) < 2:
             return usable[0] if usable else None
         links = {link.address: link for link in usable}
@@ -203,12 +202,21 @@ class WorkerPool:
             self._loop.call_soon(self._retire, second)
         if link.address in self._refused:
             return
-        namesakes = (one for one in self.known if one.is_up and one.worker_id == link.worker_id)
-        twin = next((one for one in namesakes if one is not link), None)
-        fault = self._accept(facts) if twin is None else f"{twin.address} has the same worker_id"
+        fault = self._conflict(link, facts) or self._accept(facts)
         if fault is not None:
             self._refused[link.address] = fault
             log.error("event=worker_refused worker=%s why=%r", link.worker_id, fault)
+
+    def _conflict(self, link: WorkerLink, facts: WorkerFacts) -> str | None:
+        """Why it cannot be used beside those that are there: one worker has a name, and one model is served."""
+        for other in self.known:
+            if other is link or not other.is_up or other.facts is None:
+                continue
+            if other.worker_id == link.worker_id:
+                return f"{other.address} has the same worker_id"
+            if other.facts.model_id != facts.model_id:
+                return f"its model {facts.model_id} is not that of {other.worker_id}, {other.facts.model_id}"
+        return None
 
     def _retire(self, link: WorkerLink) -> None:
         why = self._refused[link.address]
@@ -223,7 +231,7 @@ class WorkerPool:
             self._remove(link)
         for other in self.links:
             if other.is_up and other.address in self._refused:
-                self._judge(other)  # it may have been refused for the name of the one that is gone
+                self._judge(other)  # it may have been refused for the one that is gone
         self._notify()
 
     def link_beat(self, link: WorkerLink) -> None:

@@ -1,13 +1,10 @@
 """CacheService, answered from the page mirrors; rows of the page table come from the worker.
 
-Owns the cursors of lists and nothing else.
+Owns nothing.
 """
 
 import asyncio
-import base64
-import json
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +22,7 @@ from service.fleet.mirrors import KeptMirror, PageMirrors
 from service.fleet.page_mirror import PageMirror, Standing
 from service.fleet.sequence_mirror import holders
 from service.handlers import cache_messages as messages
+from service.handlers import cursors
 from service.handlers.asking import ask, asked, named_worker
 from service.handlers.backstage import Backstage
 from service.handlers.cache_messages import Viewer
@@ -37,7 +35,6 @@ from service.writing import begin, write
 MAX_EVENTS = 100
 MAX_ROWS = 64
 MAX_RESULTS, DEFAULT_RESULTS = 1_000, 100
-CURSOR_SECONDS = 60.0
 MAX_ESTIMATES = 256
 MAX_ESTIMATE_SECONDS = 60.0
 COMMAND_SECONDS = 10.0
@@ -163,14 +160,17 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         for number, state in enumerate(request.states):
             found.known(f"states[{number}]", state, pb.SequenceState, may_be_unset=False)
         kept = self._whole(request.worker_id)
-        after = self._read_cursor(request.cursor, kept, found) if request.cursor else None
+        worker_id, now = kept.mirror.worker_id, self._loop.time()
+        place = cursors.read(request.cursor, worker_id, now)
+        if place is None:
+            place = cursors.START
+            found.add("cursor", f"is of another list or older than {cursors.VALID_SECONDS:g} s")
         _refuse(found)
         book, viewer = kept.mirror.sequences, self._viewer()
         wanted = [
             each for each in book.records.values() if not request.states or each.state in request.states
         ]
-        wanted.sort(key=_age)
-        start = bisect_right(wanted, after, key=_age) if after is not None else 0
+        start = cursors.sort(wanted, place)
         page = wanted[start : start + (request.max_results or DEFAULT_RESULTS)]
         counts = [book.token_count(each) for each in page]
         at, total = messages.revision(kept.mirror.revision), len(book)
@@ -181,7 +181,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                 await asyncio.sleep(0)  # 5 us each: let others have their turn
         sent = list(messages.within_bytes(infos, messages.MAX_PART_BYTES))
         is_last = start + len(sent) == len(wanted)
-        cursor = "" if is_last else self._write_cursor(kept, page[len(sent) - 1])
+        cursor = "" if is_last else cursors.write(worker_id, now, wanted[: start + len(sent)])
         return pb.ListSequencesResponse(sequences=sent, next_cursor=cursor, total_count=total, revision=at)
 
     async def GetSequence(self, request: pb.GetSequenceRequest, context: Any) -> pb.GetSequenceResponse:
@@ -298,27 +298,6 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             request_id = record.request_id if record is not None and is_named else ""
             found.append(messages.page_event(number, columns, request_id))
         return found
-
-    def _write_cursor(self, kept: KeptMirror, last: SequenceRecord) -> str:
-        told = [kept.mirror.worker_id, self._loop.time() + CURSOR_SECONDS, *_age(last)]
-        return base64.urlsafe_b64encode(json.dumps(told).encode()).decode()
-
-    def _read_cursor(self, cursor: str, kept: KeptMirror, found: Violations) -> tuple[int, str, int] | None:
-        try:
-            worker_id, until, received, request_id, choice = json.loads(base64.urlsafe_b64decode(cursor))
-            after = int(received), str(request_id), int(choice)
-            is_valid = worker_id == kept.mirror.worker_id and self._loop.time() <= float(until)
-        except (ValueError, TypeError, OverflowError, RecursionError):
-            is_valid = False
-        if is_valid:
-            return after
-        found.add("cursor", f"is of another list or older than {CURSOR_SECONDS:g} s")
-        return None
-
-
-def _age(record: SequenceRecord) -> tuple[int, str, int]:
-    """Order of lists: oldest first, without ties."""
-    return record.receive_time_ns, record.request_id, record.choice_index
 
 
 def _geometry(kept: KeptMirror) -> pb.PoolGeometry:

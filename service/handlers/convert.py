@@ -17,7 +17,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from kvatlas.constraints.text import ConstraintText
 from kvatlas.v1 import generation_pb2 as pb
-from kvatlas.v1.server_pb2 import DefaultSampling
+from kvatlas.v1.server_pb2 import DefaultSampling, Model
 from service.handlers.validate import plane_of, seconds, set_fields
 from service.request import Call, KvBill, Output, PrefixCounts, Request, Sampling, Scores, Stops
 
@@ -47,7 +47,7 @@ def prompt_ids(spec: pb.GenerationSpec) -> "array[int]":
 
 
 def request_from(
-    spec: pb.GenerationSpec, call: Call, defaults: DefaultSampling, prompt_ids: "array[int]"
+    spec: pb.GenerationSpec, call: Call, model: Model, prompt_ids: "array[int]", context_tokens: int = 0
 ) -> Request:
     """A spec with its defaults filled in; `with_prompt` completes it. Reads what is set, nothing else."""
     given = set_fields(spec)
@@ -57,9 +57,11 @@ def request_from(
     return Request(
         request_id=call.request_id,
         prompt_ids=prompt_ids,
-        sampling=_sampling(sampling, defaults),
+        sampling=_sampling(sampling, model.defaults),
         stops=_stops(set_fields(spec.stop)) if "stop" in given else _NO_STOPS,
         output=_output(set_fields(spec.output)) if "output" in given else _PLAIN_OUTPUT,
+        model_id=model.model_id,
+        context_tokens=context_tokens,
         num_samples=sampling.get("n", 1),
         priority=scheduling.get("priority", 0),
         queue_timeout_ms=_milliseconds(scheduling.get("queue_timeout")),

@@ -48,7 +48,7 @@ class Opening:
         if spec.scheduling.priority > 0 and not call.may("priority"):
             raise errors.missing_scope("priority")
         facts = backstage.facts_of(spec.model)
-        request = convert.request_from(spec, call, facts.model.defaults, ids)
+        request = convert.request_from(spec, call, facts.model, ids, facts.max_context_tokens)
         if request.constraint is not None and "constraints" not in backstage.features_of(facts):
             raise errors.feature_disabled("constraints")
         if request.adapter and "adapters" not in facts.features:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
 
-from service.fleet.codec import Beat
+from service.fleet.codec import Beat, WorkerFacts
 from service.fleet.link import WorkerLink
 from service.fleet.resume import Attempts
 from service.fleet.workers import WorkerPool
@@ -88,6 +88,11 @@ class Placement:
     def knows(self, sequence_id: int) -> bool:
         """Whether it is the id of a present run; an older one was lost since."""
         return sequence_id in self._ids
+
+    def facts_of(self, sequence_id: int) -> WorkerFacts | None:
+        """What the worker of a present run says of itself; None: it has none any more."""
+        link = self._links[self._ids.index(sequence_id)]
+        return link.facts if link is not None else None
 
     def lost(self) -> list[Choice]:
         """Samples whose worker no longer has them, though their end has not come."""
@@ -217,7 +222,7 @@ class Placement:
         self.resumes += 1
         self._metrics.resumes[move.reason].inc()
         self._metrics.resume_gap.observe(max(0.0, self._loop.time() - move.lost_at))
-        facts = self._pool.facts
+        facts = self.facts_of(start.sequence_id)
         # Not its prefix counts: those are of the prompt alone, and its output may be cached as well.
         hit = start.reused_pages * facts.page_size if facts is not None else 0
         self._metrics.resume_hit.inc(hit)

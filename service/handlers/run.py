@@ -32,7 +32,10 @@ from service.request import (
     SequenceStart,
 )
 
-_RETRYABLE = (AddStatus.QUEUE_FULL, AddStatus.NOT_READY, AddStatus.DRAINING)
+_RETRYABLE = (
+    *(AddStatus.QUEUE_FULL, AddStatus.NOT_READY, AddStatus.DRAINING),
+    *(AddStatus.NEVER_FITS, AddStatus.TOO_LONG),  # another may be larger, or have less pinned
+)
 
 log = logging.getLogger("service.run")
 
@@ -61,7 +64,6 @@ class GenerationRun:
         self.bill = KvBill()
         self.has_sent = False  # something of it has reached the client, so it must not be started over
         self.is_cancelled = False  # by CancelGeneration
-        self._pool = pool
         self._placement = Placement(
             request,
             choices,
@@ -205,7 +207,7 @@ class GenerationRun:
                 raise refusal_of(
                     outcome,
                     self.request,
-                    self._pool.facts,
+                    placement.facts_of(outcome.sequence_id),
                     received=self.account.received,
                     attempts_before=self._attempts_before,
                 )

@@ -203,6 +203,9 @@ def test_levels_go_back_by_themselves_in_both_processes(desk: Desk) -> None:
     assert (got.reason, got.paths) == ("INVALID_FIELD", ("logger",))
 
 
+INVALID_FIRST_BYTE = ("INVALID_ARGUMENT", "INVALID_FIELD", ("first_byte",))
+
+
 def test_a_profile_is_of_so_many_steps_and_the_last_four_are_kept(desk: Desk) -> None:
     capture, ask = desk.root.CaptureProfile, server_pb2.CaptureProfileRequest
     nobody = told(lambda: capture(ask(steps=3), timeout=2.0))
@@ -232,10 +235,22 @@ def test_a_profile_is_of_so_many_steps_and_the_last_four_are_kept(desk: Desk) ->
     )
     rest = desk.root.GetProfile(server_pb2.GetProfileRequest(file_name=names[-1], first_byte=100))
     assert b"".join(piece.data for piece in rest) == data[100:], "a broken download goes on"
+    beyond = told(lambda: desk.root.GetProfile(server_pb2.GetProfileRequest(first_byte=len(data) + 1)))
+    assert (beyond.status, beyond.reason, beyond.paths) == INVALID_FIRST_BYTE
     path = desk.folder / "fetched.pstats"
     path.write_bytes(data)
     functions = {name for _, _, name in pstats.Stats(str(path)).stats}  # type: ignore[attr-defined]
     assert "schedule" in functions
+
+
+def test_a_download_begins_within_its_recording(desk: Desk) -> None:
+    desk.root.StartRecording(server_pb2.StartRecordingRequest())
+    ended = desk.root.StopRecording(server_pb2.StopRecordingRequest()).recording
+    ask = server_pb2.GetRecordingRequest
+    rest = list(desk.root.GetRecording(ask(first_byte=ended.byte_count)))
+    assert b"".join(piece.data for piece in rest) == b""
+    beyond = told(lambda: desk.root.GetRecording(ask(first_byte=ended.byte_count + 1)))
+    assert (beyond.status, beyond.reason, beyond.paths) == INVALID_FIRST_BYTE
 
 
 def test_a_stream_that_nobody_reads_gives_its_pages_back_when_an_operator_ends_it(desk: Desk) -> None:

@@ -24,6 +24,7 @@ from grpc_status import rpc_status
 
 from dashboard.client import ServiceSource
 from kvatlas.client.errors import KvatlasError
+from kvatlas.free_ports import free_ports
 from kvatlas.v1 import (
     cache_pb2,
     cache_pb2_grpc,
@@ -105,6 +106,7 @@ class Deployment:
     hold: Any  # on while a test looks at what runs
     plain: str = ""
     secure: str = ""  # asks for certificates
+    secure_admin: str = ""  # the same service's other listener
     tls: str = ""  # asks for tokens
     metrics: str = ""
 
@@ -136,12 +138,12 @@ class Deployment:
             yield Client(channel, TOKENS.get(name, name))
 
     @contextmanager
-    def secure_client(self, certificate: str, token: str = "") -> Iterator["Client"]:
+    def secure_client(self, certificate: str, token: str = "", address: str = "") -> Iterator["Client"]:
         read = self.folder.joinpath
         pair = (read(f"{certificate}.key"), read(f"{certificate}.pem")) if certificate else ()
         key, chain = (path.read_bytes() for path in pair) if pair else (None, None)
         credentials = grpc.ssl_channel_credentials(read("ca.pem").read_bytes(), key, chain)
-        with grpc.secure_channel(self.secure, credentials) as channel:
+        with grpc.secure_channel(address or self.secure, credentials) as channel:
             yield Client(channel, token)
 
 
@@ -154,6 +156,7 @@ class Client:
         self.generation: Any = generation_pb2_grpc.GenerationServiceStub(channel)
         self.cache: Any = cache_pb2_grpc.CacheServiceStub(channel)
         self.server: Any = server_pb2_grpc.ServerServiceStub(channel)
+        self.admin: Any = server_pb2_grpc.AdminServiceStub(channel)
 
     def generate(self, text: str = PROMPT, tokens: int = 2, priority: int = 0) -> Any:
         spec = generation_pb2.GenerationSpec(text=text, stop={"max_tokens": tokens, "ignore_eos": True})
@@ -176,6 +179,9 @@ class Client:
     def sequences(self) -> Any:
         request = cache_pb2.ListSequencesRequest()
         return self.cache.ListSequences(request, timeout=CALL_SECONDS, metadata=self.metadata).sequences
+
+    def checked(self) -> Any:
+        return self.channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=CALL_SECONDS)
 
     def info(self) -> Any:
         return self.server.GetServerInfo(
@@ -203,10 +209,11 @@ def deployment(
     service += ["--auth-file", str(made.auth_file), "--drain-listen", "0", "--grace", "1"]
     tls = ["--tls-certificate", f"{folder}/server.pem", "--tls-key", f"{folder}/server.key"]
     tls += ["--tls-client-ca", f"{folder}/ca.pem", "--metrics-address", "", "--instance-id", "secure"]
+    made.secure_admin = f"127.0.0.1:{free_ports(1)[0]}"
     processes = [
         made.start("worker", *worker),
         made.start("plain", *service, "--metrics-address", "127.0.0.1:0"),
-        made.start("secure", *service, *tls),
+        made.start("secure", *service, *tls, "--admin-address", made.secure_admin),
         made.start("tls", *service, *tls[:4], "--metrics-address", "", "--instance-id", "tls"),
     ]
     try:
@@ -376,13 +383,13 @@ def test_the_shell_command_of_the_document_works(deployment: Deployment, name: s
     assert (done.returncode == 0) == (name == "operator")
 
 
-def serial(deployment: Deployment) -> bytes:
+def serial(deployment: Deployment, address: str) -> bytes:
     """The certificate that a new connection is shown."""
     read = deployment.folder.joinpath
     context = ssl.create_default_context(cafile=str(read("ca.pem")))
     context.load_cert_chain(str(read("team-a.pem")), str(read("team-a.key")))
     context.set_alpn_protocols(["h2"])
-    host, _, port = deployment.secure.partition(":")
+    host, _, port = address.partition(":")
     with (
         socket.create_connection((host, int(port)), timeout=CALL_SECONDS) as plain,
         context.wrap_socket(plain, server_hostname=host) as connection,
@@ -390,22 +397,44 @@ def serial(deployment: Deployment) -> bytes:
         return connection.getpeercert(binary_form=True) or b""
 
 
+@pytest.mark.parametrize("listener", ["secure", "secure_admin"])
 def test_a_new_certificate_is_used_and_a_broken_one_is_not_without_a_restart(
-    deployment: Deployment, wait_until: Any
+    deployment: Deployment, wait_until: Any, listener: str
 ) -> None:
-    before = serial(deployment)
-    with deployment.secure_client("team-a") as client:
-        assert refusal(client.info) == ""
+    address: str = getattr(deployment, listener)
+    log, (key, chain) = deployment.folder / "secure.log", pair(deployment, "server")
+    before = serial(deployment, address)
+    with deployment.secure_client("team-a", address=address) as client:
+        assert refusal(client.checked) == ""
         make_certificate(deployment.folder, "renewed", "localhost")
-        for kind in ("key", "pem"):
-            (deployment.folder / f"renewed.{kind}").replace(deployment.folder / f"server.{kind}")
-        wait_until(lambda: serial(deployment) != before, "the new certificate")
-        assert refusal(client.info) == "", "open connections go on"
-    renewed = serial(deployment)
-    (deployment.folder / "server.pem").write_text("broken")
-    assert serial(deployment) == renewed
-    assert "event=certificate_refused" in (deployment.folder / "secure.log").read_text()
-    with deployment.secure_client("team-a") as client:
+        for new, old in zip(pair(deployment, "renewed"), (key, chain), strict=True):
+            new.replace(old)
+        wait_until(lambda: serial(deployment, address) != before, "the new certificate")
+        assert refusal(client.checked) == "", "open connections go on"
+    renewed, right = serial(deployment, address), chain.read_bytes()
+    make_certificate(deployment.folder, "other", "localhost")
+    for broken in (b"broken", pair(deployment, "other")[1].read_bytes()):  # the second has another key
+        count = log.read_text().count("event=certificate_refused")
+        chain.write_bytes(broken)
+        assert [serial(deployment, address) for _ in range(3)] == [renewed] * 3
+        assert log.read_text().count("event=certificate_refused") == count + 1, "once, however many connect"
+    with deployment.secure_client("team-a", address=address) as client:
+        assert refusal(client.checked) == ""
+    chain.write_bytes(right)
+
+
+def pair(deployment: Deployment, name: str) -> tuple[Path, Path]:
+    return deployment.folder / f"{name}.key", deployment.folder / f"{name}.pem"
+
+
+def test_operators_are_answered_over_tls_beside_the_public_listener(deployment: Deployment) -> None:
+    """Both listeners have TLS: gRPC would give a configuration that they share to one of them alone."""
+    with deployment.secure_client("team-a", TOKENS["operator"], deployment.secure_admin) as client:
+        answer = client.admin.ListPinnedPrefixes(
+            server_pb2.ListPinnedPrefixesRequest(), timeout=CALL_SECONDS, metadata=client.metadata
+        )
+        assert not answer.pins
+    with deployment.secure_client("team-a", TOKENS["operator"]) as client:
         assert refusal(client.info) == ""
 
 

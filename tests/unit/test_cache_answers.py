@@ -134,12 +134,40 @@ def test_a_page_is_told_with_its_sequences_children_and_last_events() -> None:
     asyncio.run(work())
 
 
-NO_CURSORS = ('["a", 1e12, Infinity, "r", 0]', f'["a", 1{400 * "0"}, 1, "r", 0]', 100_000 * "[", "7", "{}")
+NO_CURSORS = ('["a", 1e12, Infinity, 0, 1]', f'["a", 1{400 * "0"}, 1, 0, 1]', 100_000 * "[", "7", "{}")
 """JSON that a client may have made itself."""
 
 
 def encoded(text: str) -> str:
     return base64.urlsafe_b64encode(text.encode()).decode()
+
+
+def test_a_cursor_names_no_request_and_a_list_goes_on_where_many_came_at_once() -> None:
+    """The last request of a part may be another tenant's, and a cursor is no secret."""
+
+    async def work() -> None:
+        link = ScriptedLink("a", 10)
+        for owner in range(1, 8):
+            link.sequence(owner, [owner], received=5, tenant="other")
+        stage = CacheStage(link, viewer=Viewer("own"))
+        await stage.welcome()
+        owners: list[int] = []
+        cursor = ""
+        for _ in range(4):
+            request = pb.ListSequencesRequest(max_results=2, cursor=cursor)
+            answer = await stage.servicer.ListSequences(request, None)
+            owners += [each.owner for each in answer.sequences]
+            cursor = answer.next_cursor
+            told = base64.urlsafe_b64decode(cursor).decode() + str(answer)
+            assert not any(f"r{owner}" in told for owner in range(1, 8))
+        assert cursor == ""
+        assert owners == list(range(1, 8))
+        for told_before, first in (("-9", 1), ("99", None)):
+            made = encoded(f'["a", 1e12, 5000000000, 0, {told_before}]')
+            rest = (await stage.servicer.ListSequences(pb.ListSequencesRequest(cursor=made), None)).sequences
+            assert (rest[0].owner if rest else None) == first
+
+    asyncio.run(work())
 
 
 def test_lists_are_paged_oldest_first_and_cursors_are_checked() -> None:

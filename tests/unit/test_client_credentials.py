@@ -130,7 +130,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
         files = ("-keyout", f"{name}.key", "-out", f"{name}.pem")
         openssl(folder, "req", "-x509", *curve, *files, "-subj", f"/CN={name}")
     for name in ("server", "client"):
-        (folder / "ext").write_text(f"subjectAltName=DNS:{name}.test\n")
+        (folder / "ext").write_text(f"subjectAltName=DNS:{name}.test,IP:127.0.0.1\n")
         openssl(folder, "req", *curve[:-2], "-keyout", f"{name}.key", "-out", "csr", "-subj", f"/CN={name}")
         signer = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "ext")
         openssl(folder, "x509", "-req", "-in", "csr", "-out", f"{name}.pem", *signer)
@@ -153,6 +153,24 @@ def test_tls_with_its_own_authority_and_a_client_certificate(call: Call, certifi
         with pytest.raises(Unavailable), Client(address, credentials=Credentials(**trusting)) as client:
             client.generate("x", timeout_seconds=20)
         assert len(listener.seen) == 3
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_several_services_of_one_host_are_reached_over_tls(call: Call, certificates: Path) -> None:
+    """gRPC itself would look for the whole list of addresses in each certificate."""
+    credentials = Credentials(token=TOKEN, ca_file=certificates / "ca.pem")
+    side = server_side(certificates, wants_client=False)
+    with listening(side) as (one, first), listening(side) as (other, second):
+        call(f"{first},{second}", credentials)
+        assert one.seen + other.seen == [f"Bearer {TOKEN}"] * 3
+
+
+def test_several_hosts_over_tls_need_a_name_that_their_certificates_share() -> None:
+    addresses = "10.0.0.1:1,10.0.0.2:1"
+    with pytest.raises(CredentialsError, match="several hosts need a server name"):
+        Target(addresses, Credentials(use_tls=True))
+    Target(addresses, Credentials(use_tls=True, server_name="kvatlas.internal"))
+    Target("[::1]:1,[::1]:2", Credentials(use_tls=True))
 
 
 @pytest.mark.parametrize("trusting", ["another authority", "another name", "plaintext"])

@@ -1,6 +1,8 @@
 """Estimates in a process of their own: answered in time or not at all, and never left running."""
 
 import io
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -214,17 +216,41 @@ def test_too_many_are_refused(estimator: Estimator, sampled: tuple[RecordedWorke
 
 
 def test_a_child_that_breaks_is_an_answer(
-    estimator: Estimator, sampled: tuple[RecordedWorker, Sample], monkeypatch: pytest.MonkeyPatch
+    estimator: Estimator,
+    sampled: tuple[RecordedWorker, Sample],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     worker, sample = sampled
     monkeypatch.setattr(estimator_module.sys, "executable", "/bin/false")
     box = Box()
     ask(estimator, task_of(worker, sample), sample.requests, box)
     assert isinstance(box.get(), EstimateBroken)
+    assert "Traceback" not in caplog.text, "it is no fault of ours"
     monkeypatch.setattr(estimator_module.sys, "executable", str(Path("/nowhere")))
     box = Box()
     ask(estimator, task_of(worker, sample), sample.requests, box)
     assert isinstance(box.get(), EstimateBroken)
+
+
+CHILD = [sys.executable, "-c", "from worker.trace.estimate import main; main()"]
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["computing", "still being asked"])
+def test_a_child_whose_worker_is_killed_ends_without_a_word(
+    sampled: tuple[RecordedWorker, Sample], is_whole: bool
+) -> None:
+    worker, sample = sampled
+    settings = [Setting(PAGES + number, 16, "lru") for number in range(2_000)]  # minutes of work
+    told = io.BytesIO()
+    write_task(task_of(worker, sample, *settings), sample.requests, told)
+    text = told.getvalue() if is_whole else told.getvalue()[:-5]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(CHILD, stdin=pipe, stdout=pipe, stderr=pipe) as child:
+        try:
+            assert child.communicate(text, timeout=100) == (b"", b"")
+        finally:
+            child.kill()
 
 
 def test_whatever_goes_wrong_with_one_estimate_the_next_is_answered(

@@ -9,7 +9,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from kvatlas.v1 import generation_pb2 as pb
-from kvatlas.v1.server_pb2 import DefaultSampling
+from kvatlas.v1.server_pb2 import DefaultSampling, Model
 from service.handlers import convert, validate
 from service.request import Call
 
@@ -206,13 +206,14 @@ def test_many_ids_are_checked_in_one_pass() -> None:
 def test_a_repetition_penalty_that_is_taken_is_one_that_workers_take(value: float) -> None:
     spec = sampling(repetition_penalty=value)
     assert paths(spec) == []
-    sent = convert.request_from(spec, Call("m"), DefaultSampling(), array("I")).sampling
+    sent = convert.request_from(spec, Call("m"), Model(), array("I")).sampling
     assert sent.repetition_penalty == max(2.0**-19, value) >= 1e-6
 
 
 def test_unset_values_take_the_models_defaults_and_set_zeros_stay_zeros() -> None:
     defaults = DefaultSampling(temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, repetition_penalty=1.1)
-    unset = convert.request_from(spec_of(), Call("m"), defaults, array("I"))
+    model = Model(model_id="toy", defaults=defaults)
+    unset = convert.request_from(spec_of(), Call("m"), model, array("I"))
     assert unset.sampling.temperature == pytest.approx(0.7)
     assert (unset.sampling.top_k, unset.num_samples) == (40, 1)
     assert (unset.cache_read, unset.cache_write, unset.output.skip_special) == (True, True, True)
@@ -223,7 +224,7 @@ def test_unset_values_take_the_models_defaults_and_set_zeros_stay_zeros() -> Non
             output=pb.OutputOptions(skip_special_tokens=False, logprobs=0),
         ),
         Call("m"),
-        defaults,
+        model,
         array("I"),
     )
     assert (zero.sampling.temperature, zero.sampling.top_k, zero.sampling.min_p) == (0, 0, 0)

@@ -180,7 +180,7 @@ class OperatorDesk:
         size, first = files[name].stat().st_size, asked.first_byte
         if first > size:
             text = f"first_byte: {first}, the profile has {size} bytes"
-            self._fail(ticket, CallError.OUT_OF_RANGE, CallReason.INVALID_FIELD, text)
+            self._fail(ticket, CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD, text)
             return
         end = min(size, first + PIECES_PER_CALL * PIECE_BYTES)
         with files[name].open("rb") as file:

@@ -117,7 +117,7 @@ class RecordingDesk:
         )
         if first > summary.num_bytes:
             text = f"first_byte: {first}, the recording has {summary.num_bytes} bytes"
-            raise CallRefused(CallError.OUT_OF_RANGE, CallReason.INVALID_FIELD, text)
+            raise CallRefused(CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD, text)
         with recorder.store.open(summary.recording_id) as file:
             file.seek(first)
             is_first, has_more = True, True

@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import BinaryIO
@@ -147,8 +148,18 @@ def _figures(counts: Counts) -> dict[str, object]:
 
 
 def main() -> None:
-    """Child process: one task from stdin, its figures to stdout."""
+    """Child process: one task from stdin, its figures to stdout. Its parent keeps stdin open to its end."""
     os.nice(NICENESS)
     calm_collector()
-    task, requests = read_task(sys.stdin.buffer)
+    try:
+        task, requests = read_task(sys.stdin.buffer)
+    except (EOFError, pickle.UnpicklingError):  # cut off
+        return
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     print(json.dumps(estimate(task, requests)), flush=True)  # noqa: T201
+
+
+def _end_with_parent() -> None:
+    """A worker that is killed cannot kill its child, which would compute on for nobody."""
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(1)

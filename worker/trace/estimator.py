@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,15 +161,16 @@ class Estimator:
                     child.kill()
             timer = threading.Timer(max(0.0, estimate.deadline - self._clock()), child.kill)
             timer.start()
+            assert child.stdin is not None
+            assert child.stdout is not None
             try:
-                assert child.stdin is not None
-                assert child.stdout is not None
-                with child.stdin as pipe:
-                    write_task(estimate.task, estimate.requests, pipe)  # type: ignore[arg-type]
-                return child.stdout.read()
+                write_task(estimate.task, estimate.requests, child.stdin)  # type: ignore[arg-type]
+                return child.stdout.read()  # stdin stays open: its end tells the child that we are gone
             except BrokenPipeError:
                 return b""
             finally:
                 timer.cancel()
+                with suppress(OSError):  # what it was not told is for nobody now
+                    child.stdin.close()
                 with self._lock:
                     self._child = None

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvatlas.client.credentials import Credentials, is_local
+from kvatlas.client.credentials import Credentials, CredentialsError, is_local
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_ADMIN_ADDRESS = "127.0.0.1:50052"
@@ -96,6 +96,9 @@ class Target:
         self.credentials = credentials or Credentials()
         self.credentials.check(self.addresses)
         self._name = _target_name(self.addresses)
+        self._server_name = self.credentials.server_name
+        if self.credentials.is_tls and len(self.addresses) > 1 and not self._server_name:
+            self._server_name = _common_host(self.addresses)
 
     def __str__(self) -> str:
         return ",".join(self.addresses)
@@ -106,8 +109,8 @@ class Target:
         secure = self.credentials.channel_credentials()
         if secure is None:
             return grpc_module.insecure_channel(self._name, options)
-        if self.credentials.server_name:
-            options.append(("grpc.ssl_target_name_override", self.credentials.server_name))
+        if self._server_name:
+            options.append(("grpc.ssl_target_name_override", self._server_name))
         return grpc_module.secure_channel(self._name, secure, options)
 
     def metadata(self) -> Sequence[tuple[str, str]]:
@@ -130,3 +133,13 @@ def _target_name(addresses: Sequence[str]) -> str:
             "a name with several addresses is dns:///name:port"
         )
     return f"ipv{versions.pop()}:{','.join(addresses)}"
+
+
+def _common_host(addresses: Sequence[str]) -> str:
+    """What the certificates of several addresses must name: gRPC would look for the whole list in each."""
+    hosts = {each.rpartition(":")[0].strip("[]") for each in addresses}
+    if len(hosts) > 1:
+        raise CredentialsError(
+            f"TLS to {','.join(addresses)}: several hosts need a server name that all their certificates have"
+        )
+    return hosts.pop()
