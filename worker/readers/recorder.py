@@ -279,7 +279,9 @@ class Recorder:
             raise RecorderBusy(self._recording.recording_id)
         since_us = self.now_us() - int(options.lookback_seconds * 1e6)
         self._wind_to(max(0, since_us) if options.lookback_seconds else None)
-        self._begin(options, max(0, since_us))
+        # Not before its map: what ran earlier would be run again on pages that it had left itself.
+        since_us = max(since_us, self._ledger.time_us)
+        self._begin(options, since_us)
         recording = self._recording
         assert recording is not None
         self._write_past(recording, self._ledger.revision, since_us)
@@ -319,13 +321,12 @@ class Recorder:
 
     def _write_past(self, recording: Recording, number: int, since_us: int) -> None:
         """Requests that came since or were live at the beginning, with their ends so far, and steps since."""
-        known = {request.sequence_id: request for request in (*self.log.live, *self.log.requests)}
+        live = {request.sequence_id: request for request in self.log.live}
+        known = live | {request.sequence_id: request for request in self.log.requests}
         for request in sorted(known.values(), key=lambda request: request.time_us):
-            is_later = request.time_us >= since_us or not request.is_over
+            is_later = request.time_us >= since_us or request.sequence_id in live
             if is_later or any(end.number > number for end in request.ends):
-                recording.request(request)
-                for end in request.ends:
-                    recording.sequence(end)
+                recording.request_so_far(request)
         steps = [step for step in self.log.steps if step.time_us > since_us]
         if steps:
             recording.steps(steps)
@@ -394,4 +395,4 @@ class Recorder:
             return
         assert self._recording is not None
         for request in self.log.live:
-            self._recording.request(request)
+            self._recording.request_so_far(request)

@@ -1,0 +1,68 @@
+"""Recordings that begin in the past or go on in another file."""
+
+from pathlib import Path
+
+import pytest
+
+from worker.execution.testing import small_config
+from worker.readers.recorder import RecordingOptions
+from worker.readers.recording_store import RecordingSummary
+from worker.trace.counts import Setting
+from worker.trace.loading import Loaded, load
+from worker.trace.simulation import Simulation
+from worker.trace.step_time import StepTime
+from worker.trace.testing import RecordedWorker, conversations, run_turns
+
+
+def ended(worker: RecordedWorker) -> RecordingSummary:
+    return worker.recorder.stop_recording("")
+
+
+def loaded(worker: RecordedWorker) -> Loaded:
+    return load(worker.store.folder / f"{ended(worker).recording_id}.kvrec")
+
+
+def test_a_recording_begins_no_earlier_than_its_map(tmp_path: Path) -> None:
+    """What was asked for may reach further back than the ring: requests of before would find their own pages."""
+    worker = RecordedWorker(small_config(96, 16, 8, 64, 600, event_capacity=1024), tmp_path)
+    turns = conversations(3, seconds=20, rate=8, most_tokens=400)
+    run_turns(worker, turns)
+    worker.recorder.start_recording(RecordingOptions(lookback_seconds=3600.0))
+    found = loaded(worker)
+    first = found.trace.requests[0]
+    assert len(found.trace.requests) < len(turns) // 4
+    assert first.arrival < 1.0
+    assert found.trace.seconds < 4.0
+    simulated = Simulation(found.trace, Setting(96, 16, "lru"), StepTime(0.01)).run()
+    assert simulated.hit_ratio == pytest.approx(found.observed.hit_ratio, abs=0.001)
+    assert simulated.evictions == pytest.approx(found.observed.evictions or 0, abs=3)
+
+
+def test_a_file_that_goes_on_has_the_ends_of_samples_that_had_ended(tmp_path: Path) -> None:
+    worker = RecordedWorker(small_config(96, 16, 8, 64, 600), tmp_path)
+    first = worker.add([1, 2, 3, 4] * 5, 40, samples=3)
+    worker.recorder.start_recording(RecordingOptions(rotate=True, max_seconds=1.0))
+    for _ in range(5):
+        worker.step()
+    worker.abort(first + 1)
+    worker.recorder.turn()
+    worker.now = 1.2
+    worker.recorder.turn()
+    while worker.step() is not None:
+        pass
+    worker.recorder.turn()
+    (request,) = loaded(worker).trace.requests
+    assert [output.num_tokens for output in request.outputs] == [40, 4, 40]
+    assert not any(output.is_cut for output in request.outputs)
+
+
+def test_requests_whose_ends_were_lost_are_not_live_for_ever(tmp_path: Path) -> None:
+    worker = RecordedWorker(small_config(96, 16, 8, 64, 600), tmp_path, traffic_limit=1)
+    worker.add([1, 2, 3, 4] * 5, 40)
+    worker.recorder.turn()
+    while worker.step() is not None:  # its end, and all but one of its steps, find no room
+        pass
+    worker.recorder.turn()
+    worker.now += 100.0
+    worker.recorder.start_recording(RecordingOptions())
+    assert ended(worker).num_requests == 0
