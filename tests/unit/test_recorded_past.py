@@ -1,17 +1,22 @@
-"""Recordings that begin in the past or go on in another file."""
+"""Recordings that begin in the past, go on in another file, or have more to say than a frame holds."""
 
 from pathlib import Path
 
 import pytest
 
 from worker.execution.testing import small_config
+from worker.readers import recording_frames
+from worker.readers.ledger import Ledger
 from worker.readers.recorder import RecordingOptions
+from worker.readers.recording_file import MAX_FRAME_BYTES, encode_frame
 from worker.readers.recording_store import RecordingSummary
 from worker.trace.counts import Setting
 from worker.trace.loading import Loaded, load
+from worker.trace.recording import Recording
+from worker.trace.replay import Replay
 from worker.trace.simulation import Simulation
 from worker.trace.step_time import StepTime
-from worker.trace.testing import RecordedWorker, conversations, run_turns
+from worker.trace.testing import RecordedWorker, conversations, frame_maker, run_turns
 
 
 def ended(worker: RecordedWorker) -> RecordingSummary:
@@ -66,3 +71,28 @@ def test_requests_whose_ends_were_lost_are_not_live_for_ever(tmp_path: Path) -> 
     worker.now += 100.0
     worker.recorder.start_recording(RecordingOptions())
     assert ended(worker).num_requests == 0
+
+
+def test_a_pool_that_is_shared_by_many_makes_no_frame_that_nobody_reads() -> None:
+    ledger = Ledger(8192, 1)
+    ledger.sharers = {page: list(range(2, 402)) for page in range(8192)}
+    frames = list(frame_maker(small_config(8192, 1, 6, 24, 60)).snapshot(ledger))
+    assert max(len(encode_frame(frame)) for frame in frames) <= MAX_FRAME_BYTES
+    sharers = [frame.sharers for frame in frames if frame.WhichOneof("frame") == "sharers"]
+    assert sum(len(each.owners) // 2 for each in sharers) == 8192 * 400
+
+
+def test_sharers_in_several_frames_are_one_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording_frames, "SHARERS_PER_FRAME", 2)
+    worker = RecordedWorker(small_config(96, 16, 8, 64, 600), tmp_path)
+    worker.add([1, 2, 3, 4] * 12, 30, samples=5)
+    for _ in range(4):
+        worker.step()
+    worker.recorder.turn()
+    worker.recorder.start_recording(RecordingOptions())
+    while worker.step() is not None:
+        worker.recorder.turn()
+    path = worker.store.folder / f"{ended(worker).recording_id}.kvrec"
+    first = next(iter(Recording(path).items()))
+    assert {len(owners) for owners in first.sharers.values()} == {4}  # type: ignore[union-attr]
+    assert Replay(Recording(path)).run().end == "STOPPED"
