@@ -112,7 +112,7 @@ class Readers:
             page_size=config.page_size,
             start_time=config.start_time,
             ask_for_ledger=self._tap.ask_for_ledger,
-            look=lambda: (observer.metrics.pool, observer.metrics.counts.preemptions_total),
+            look=observer.look,
         )
 
     def _record(self, recorder: Recorder) -> None:

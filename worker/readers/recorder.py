@@ -25,7 +25,6 @@ from worker.readers.recording import Recording
 from worker.readers.recording_frames import FrameMaker
 from worker.readers.recording_store import EndCause, RecordingStore, RecordingSummary
 from worker.readers.samples import RequestLog
-from worker.stats import PoolTotals
 from worker.traffic import Arrival, Departure, StepCount, TimedStep, TrafficQueue
 
 TURN_SECONDS = 0.25
@@ -77,7 +76,7 @@ class Recorder:
         page_size: int,
         start_time: float,
         ask_for_ledger: AskForLedger,
-        look: Callable[[], tuple[PoolTotals, int]] | None = None,
+        look: Callable[[], tuple[int, int]] | None = None,
         records_audits: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -158,8 +157,7 @@ class Recorder:
     def turn(self) -> None:
         """Reads what came, writes what is recorded, does what was asked."""
         if self._look is not None:
-            pool, preemptions = self._look()
-            self.log.look(self.now_us(), pool, preemptions)
+            self.log.look(self.now_us(), *self._look())
         self._take_ledger()
         self._take_traffic()
         self._follow()
