@@ -1,6 +1,6 @@
-"""The evictions that a worker is said to have had, beside those that what-if predicts: for room, over all of the time."""
+"""The evictions that a worker is said to have had, beside those predicted: for room, over all of the time."""
 
-from array import array
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -44,6 +44,6 @@ def test_looks_cover_all_of_the_time_however_long_it_is(monkeypatch: pytest.Monk
     looks = log.sample(1_000_000_000).looks
     assert 8 <= len(looks) <= 16
     assert looks[0].time_us == 0
-    gaps = array("q", [later.time_us - look.time_us for look, later in zip(looks, looks[1:], strict=False)])
+    gaps = [later.time_us - look.time_us for look, later in pairwise(looks)]
     assert max(gaps) <= 1_000_000_000 // 8
     assert looks[-1].evictions_total - looks[0].evictions_total > 800

@@ -28,7 +28,7 @@ def loaded(worker: RecordedWorker) -> Loaded:
 
 
 def test_a_recording_begins_no_earlier_than_its_map(tmp_path: Path) -> None:
-    """Where the ring does not reach as far as was asked for: requests of before would find their own pages."""
+    """Where the ring reaches less far than was asked for: requests of before would find their own pages."""
     worker = RecordedWorker(small_config(96, 16, 8, 64, 600, event_capacity=1024), tmp_path)
     turns = conversations(3, seconds=20, rate=8, most_tokens=400)
     run_turns(worker, turns)
