@@ -96,3 +96,24 @@ def test_sharers_in_several_frames_are_one_map(tmp_path: Path, monkeypatch: pyte
     first = next(iter(Recording(path).items()))
     assert {len(owners) for owners in first.sharers.values()} == {4}  # type: ignore[union-attr]
     assert Replay(Recording(path)).run().end == "STOPPED"
+
+
+def test_the_map_behind_a_gap_is_not_of_the_step_at_which_the_recording_began(tmp_path: Path) -> None:
+    worker = RecordedWorker(small_config(96, 16, 8, 64, 600, event_capacity=64), tmp_path)
+    worker.recorder.start_recording(RecordingOptions())
+    for number in range(2):
+        worker.add([1 + number] * 50, 60)
+        worker.step()
+    worker.recorder.turn()
+    seen = worker.scheduler.step_number
+    for number in range(10):
+        worker.add([10 + number] * 50, 20)
+    while worker.step() is not None:
+        pass
+    worker.recorder.turn()
+    ledger = Ledger(96, 16)
+    ledger.restore(worker.scheduler.snapshot())
+    worker.asked.pop()(ledger)
+    worker.recorder.turn()
+    replay = Replay(Recording(worker.store.folder / f"{ended(worker).recording_id}.kvrec"))
+    assert replay.run_to(ledger.revision).step >= seen > replay.header.first_step
