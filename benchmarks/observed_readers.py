@@ -81,6 +81,7 @@ class Readers:
             ring=scheduler.cache.events,
             calls=Handover[ObserverCall](8),
             answers=self._outputs,
+            start_time=scheduler.config.start_time,
         )
         self._subscriber.connect(address)
         self._subscriber.subscribe(DELTAS)

@@ -154,6 +154,7 @@ class WorkerProcess:
             ring=self.ring,
             calls=self._calls,
             answers=self.outputs,
+            start_time=start,
             doorkeeper=self.doorkeeper,
         )
         self._stack.callback(self.feed.close)

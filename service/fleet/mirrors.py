@@ -53,7 +53,7 @@ class KeptMirror:
         self.ring = EventRing()
         self.violations = ViolationLog()
         self.resyncs: Counter[str] = Counter(dict.fromkeys(RESYNC_CAUSES, 0))
-        self.fed_time = 0.0  # loop's clock of the last feed message or snapshot
+        self.fed_time = loop.time()  # of the last feed message or snapshot; before the first, of its welcome
         self.is_gone = False  # its address is no longer a worker's: nothing will ever come
         self.event_watchers: set[Callable[[], None]] = set()  # called when there are new ones
         self._loop = loop

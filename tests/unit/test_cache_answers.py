@@ -134,6 +134,34 @@ def test_a_page_is_told_with_its_sequences_children_and_last_events() -> None:
     asyncio.run(work())
 
 
+def test_a_page_is_as_old_as_it_is_before_the_feed_has_said_a_word() -> None:
+    """By a clock that nobody has told yet every page would be 49 days old: 2^32 ms, less its birth."""
+
+    async def work() -> None:
+        link = ScriptedLink(page_count=50)
+        link.touch(7, ACTIVE, owner=1)
+        link.planes["born_ms"][7], link.planes["used_ms"][7] = 4_000, 9_000
+        stage = CacheStage(link)
+        await stage.welcome()
+        page = await stage.servicer.GetPage(pb.GetPageRequest(page_id=7), None)
+        assert (page.age.ToMilliseconds(), page.idle.ToMilliseconds()) == (6_000, 1_000)
+        pool = await stage.servicer.GetPagePool(pb.GetPagePoolRequest(), None)
+        assert pool.observe_time.seconds == 1010
+
+    asyncio.run(work())
+
+
+def test_the_feed_of_a_worker_that_has_just_come_is_not_as_old_as_the_host() -> None:
+    async def work() -> None:
+        stage = CacheStage(ScriptedLink())
+        stage.mirrors.link_welcomed(cast(Any, stage.links[0]))
+        (age, _) = MirrorCollector(stage.mirrors).collect()
+        assert [sample.value < 5.0 for sample in age.samples] == [True]
+        await stage.welcome()
+
+    asyncio.run(work())
+
+
 NO_CURSORS = ('["a", 1e12, Infinity, "r", 0]', f'["a", 1{400 * "0"}, 1, "r", 0]', 100_000 * "[", "7", "{}")
 """JSON that a client may have made itself."""
 

@@ -519,11 +519,13 @@ class CommandReply(_message.Message):
     def __init__(self, command_id: _Optional[int] = ..., more: bool = ..., code: _Optional[int] = ..., error_reason: _Optional[_Union[_errors_pb2.ErrorReason, str]] = ..., message: _Optional[str] = ..., snapshot: _Optional[_Union[SnapshotReply, _Mapping]] = ..., events: _Optional[_Union[_cache_pb2.PageEventBatch, _Mapping]] = ..., page_table: _Optional[_Union[_cache_pb2.GetPageTableResponse, _Mapping]] = ..., estimate: _Optional[_Union[_cache_pb2.EstimateCacheResponse, _Mapping]] = ..., flush: _Optional[_Union[_server_pb2.FlushPrefixCacheResponse, _Mapping]] = ..., pin: _Optional[_Union[_server_pb2.PinnedPrefix, _Mapping]] = ..., pins: _Optional[_Union[_server_pb2.ListPinnedPrefixesResponse, _Mapping]] = ..., start_recording: _Optional[_Union[_server_pb2.StartRecordingResponse, _Mapping]] = ..., stop_recording: _Optional[_Union[_server_pb2.StopRecordingResponse, _Mapping]] = ..., get_recording: _Optional[_Union[_server_pb2.GetRecordingResponse, _Mapping]] = ..., profile: _Optional[_Union[_server_pb2.CaptureProfileResponse, _Mapping]] = ..., log_level: _Optional[_Union[_server_pb2.SetLogLevelResponse, _Mapping]] = ..., integrity: _Optional[_Union[_cache_pb2.GetIntegrityResponse, _Mapping]] = ..., check_integrity: _Optional[_Union[_cache_pb2.RunIntegrityCheckResponse, _Mapping]] = ..., list_recordings: _Optional[_Union[_server_pb2.ListRecordingsResponse, _Mapping]] = ..., get_profile: _Optional[_Union[_server_pb2.GetProfileResponse, _Mapping]] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class SnapshotReply(_message.Message):
-    __slots__ = ("revision", "chunk", "stats")
+    __slots__ = ("revision", "chunk", "stats", "publish_time")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_TIME_FIELD_NUMBER: _ClassVar[int]
     revision: _cache_pb2.Revision
     chunk: _cache_pb2.SnapshotChunk
     stats: _cache_pb2.PoolStats
-    def __init__(self, revision: _Optional[_Union[_cache_pb2.Revision, _Mapping]] = ..., chunk: _Optional[_Union[_cache_pb2.SnapshotChunk, _Mapping]] = ..., stats: _Optional[_Union[_cache_pb2.PoolStats, _Mapping]] = ...) -> None: ...
+    publish_time: _timestamp_pb2.Timestamp
+    def __init__(self, revision: _Optional[_Union[_cache_pb2.Revision, _Mapping]] = ..., chunk: _Optional[_Union[_cache_pb2.SnapshotChunk, _Mapping]] = ..., stats: _Optional[_Union[_cache_pb2.PoolStats, _Mapping]] = ..., publish_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
