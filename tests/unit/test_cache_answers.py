@@ -11,6 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from kvatlas.v1 import cache_pb2 as pb
 from kvatlas.worker.v1 import worker_pb2
 from service.fleet.mirror_metrics import MirrorCollector
+from service.fleet.shown import shown
 from service.handlers.cache_messages import Viewer
 from service.request import LostReason
 from service.testing_cache import (
@@ -297,6 +298,25 @@ def test_a_worker_that_came_back_at_another_address_is_the_one_that_is_shown() -
             assert answer.geometry.page_count == 20
         ages = next(iter(MirrorCollector(stage.mirrors).collect()))
         assert [sample.labels for sample in ages.samples] == [{"worker": "w"}]
+
+    asyncio.run(work())
+
+
+def test_of_a_worker_that_is_lost_at_two_addresses_the_last_is_shown() -> None:
+    """By the list of workers and by the map alike; it was listed twice, and its older map was shown."""
+
+    async def work() -> None:
+        old, new = ScriptedLink("w", page_count=10), ScriptedLink("w", page_count=20)
+        new.address = "elsewhere"
+        old.beat_time, new.beat_time = 1.0, 2.0
+        stage = CacheStage(old, new)
+        await stage.welcome()
+        for link in (old, new):
+            link.is_up = False
+            stage.mirrors.link_lost(cast(Any, link), LostReason.CRASH)
+        answer = await stage.servicer.GetPagePool(pb.GetPagePoolRequest(), None)
+        assert answer.geometry.page_count == 20
+        assert shown(cast(Any, [old, new])) == [new]
 
     asyncio.run(work())
 
