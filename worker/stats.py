@@ -104,6 +104,7 @@ class EngineCounts:
     allocation_failures_total: int = 0
     capacity_evictions_total: int = 0
     flush_evictions_total: int = 0
+    pin_pages: int = 0  # of pinned prefixes, referenced or not
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,9 +139,9 @@ class WorkerPool:
         return known[0].facts if known else None
 
     @property
-    def pinned_pages(self) -> int:
-        """Pages that no sequence gets, at the last heartbeat; the most of all workers."""
-        return max((link.beat.pool.pinned_pages for link in self.known if link.beat is not None), default=0)
+    def pin_pages(self) -> int:
+        """Pages that only sequences of a pinned prefix get, at the last heartbeat; the most of all workers."""
+        return max((link.beat.pin_pages for link in self.known if link.beat is not None), default=0)
 
     def state_of(self, link: WorkerLink) -> int:
         """ServerState of a worker."""

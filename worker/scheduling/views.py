@@ -187,6 +187,7 @@ def counts(books: Books, blocked: dict[Sequence, WaitReason], estimated_wait: fl
         allocation_failures_total=totals.allocation_failures,
         capacity_evictions_total=books.cache.num_capacity_evictions,
         flush_evictions_total=books.cache.num_flush_evictions,
+        pin_pages=books.cache.num_pinned_pages,
     )
 
 

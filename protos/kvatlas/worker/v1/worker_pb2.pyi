@@ -378,18 +378,20 @@ class PromptLogprobs(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., columns: _Optional[_Union[LogprobColumns, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("step", "load", "pool", "revision", "estimated_wait_ms")
+    __slots__ = ("step", "load", "pool", "revision", "estimated_wait_ms", "pin_pages")
     STEP_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     ESTIMATED_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    PIN_PAGES_FIELD_NUMBER: _ClassVar[int]
     step: int
     load: _server_pb2.WorkerLoad
     pool: _cache_pb2.PoolStats
     revision: _cache_pb2.Revision
     estimated_wait_ms: int
-    def __init__(self, step: _Optional[int] = ..., load: _Optional[_Union[_server_pb2.WorkerLoad, _Mapping]] = ..., pool: _Optional[_Union[_cache_pb2.PoolStats, _Mapping]] = ..., revision: _Optional[_Union[_cache_pb2.Revision, _Mapping]] = ..., estimated_wait_ms: _Optional[int] = ...) -> None: ...
+    pin_pages: int
+    def __init__(self, step: _Optional[int] = ..., load: _Optional[_Union[_server_pb2.WorkerLoad, _Mapping]] = ..., pool: _Optional[_Union[_cache_pb2.PoolStats, _Mapping]] = ..., revision: _Optional[_Union[_cache_pb2.Revision, _Mapping]] = ..., estimated_wait_ms: _Optional[int] = ..., pin_pages: _Optional[int] = ...) -> None: ...
 
 class Command(_message.Message):
     __slots__ = ("command_id", "timeout_ms", "snapshot", "replay", "page_table", "estimate", "flush", "pin", "list_pins", "start_recording", "stop_recording", "get_recording", "profile", "log_level", "cancel", "integrity", "check_integrity", "list_recordings", "get_profile")
