@@ -140,7 +140,7 @@ class WorkerPool:
 
     @property
     def pin_pages(self) -> int:
-        """Pages that only sequences of a pinned prefix get, at the last heartbeat; the most of all workers."""
+        """Pages that only sequences of a pinned prefix get, at the last heartbeat; the most of any."""
         return max((link.beat.pin_pages for link in self.known if link.beat is not None), default=0)
 
     def state_of(self, link: WorkerLink) -> int:
