@@ -1,7 +1,7 @@
 """WatchPageMap: a snapshot, then every change, merged while the watcher is slow.
 
 Owns one watch: what the next message is and when it goes out. Each message is made when the one before
-was written, so a watcher that does not read costs a bit per page and is never behind more than one pool.
+was written, so a watcher that does not read costs a byte per page and is never behind more than one pool.
 """
 
 import asyncio
