@@ -183,7 +183,13 @@ def parts(num_pages: int) -> dict[str, dict[str, float]]:
     def snapshot() -> None:
         for part in snapshot_parts(ledger, book):
             page_codec.snapshot_reply(
-                1, part, description=description, pool=totals(ledger), counts=EngineCounts(), is_first=False
+                1,
+                part,
+                description=description,
+                pool=totals(ledger),
+                counts=EngineCounts(),
+                time_ns=1,
+                is_first=False,
             ).SerializeToString()
 
     return {

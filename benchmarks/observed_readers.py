@@ -81,6 +81,7 @@ class Readers:
             ring=scheduler.cache.events,
             calls=Handover[ObserverCall](8),
             answers=self._outputs,
+            start_time=scheduler.config.start_time,
         )
         self._subscriber.connect(address)
         self._subscriber.subscribe(DELTAS)
@@ -112,7 +113,7 @@ class Readers:
             page_size=config.page_size,
             start_time=config.start_time,
             ask_for_ledger=self._tap.ask_for_ledger,
-            look=lambda: (observer.metrics.pool, observer.metrics.counts.preemptions_total),
+            look=observer.look,
         )
 
     def _record(self, recorder: Recorder) -> None:

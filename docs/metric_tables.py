@@ -27,15 +27,17 @@ processes are several targets.
 ## How to read them
 
 - **Numbers that add up do so in every scrape.** A scrape of a worker shows one frozen snapshot:
-  `kvatlas_pages` sums to `kvatlas_pages_capacity`; `kvatlas_page_events_total` `allocated` less `freed` are
-  the usable pages that are not free; the four results of `kvatlas_prefix_tokens_total` are the prompt
-  tokens that were looked up; `kvatlas_pool_pressure_seconds_total` is the time since the start.
+  `kvatlas_pages` sums to `kvatlas_pages_capacity`; `kvatlas_page_events_total` `allocated` less `freed`
+  are the usable pages that are not free (until the observer has lost events, and with them their kinds;
+  `kvatlas_page_events_dropped_total` counts those, and both together are the revision); the four results
+  of `kvatlas_prefix_tokens_total` are the prompt tokens that were looked up;
+  `kvatlas_pool_pressure_seconds_total` is the time since the start.
 - **Ratios exist only in rules.** Processes export what is divided, so that any window and any sum over
   processes is possible. Never average a ratio over processes.
 - **Every label set is closed and there at 0 from the first scrape**, so the first failure is an increase.
-  Exceptions are values that only a running process knows: `worker`, from the configuration, and the methods
-  of calls, whose series come with the first call of each. What does not exist counts as `other`; nothing
-  that a client sends becomes a label.
+  Exceptions are values that only a running process knows: `worker`, which comes when a worker introduces
+  itself, and the methods of calls, whose series come with the first call of each. What does not exist
+  counts as `other`; nothing that a client sends becomes a label.
 - **A quantile is as exact as its buckets**: wrong by at most the ratio of the two edges around it. Edges of
   latencies contain those of OpenTelemetry's GenAI metrics of the same meaning. `ttft_buckets`,
   `itl_buckets` and `e2e_buckets` of the service replace them.

@@ -5,8 +5,8 @@ programs, so that one row as well as 256 fill the device, and the last program o
 parts. No decision is taken on the host and no shape depends on data: the launches fit in a CUDA graph.
 Parameters are read from tables on the device, by row.
 
-Up to three launches: edits of the logits (penalties, bias, masks: sample_edits.py), the lowest logit that top-k, top-p
-and min-p keep (sample_filters.py), and the draw, here.
+Up to three launches: edits of the logits (penalties, bias, masks: sample_edits.py), the lowest logit that
+top-k, top-p and min-p keep (sample_filters.py), and the draw, here.
 
 The draw is the argmax over kept tokens of `logit / temperature - log(noise)`, the lowest id among equals. Two
 logarithms a token would cost more than reading it, so they are taken only where they can matter: noise is at

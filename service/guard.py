@@ -7,6 +7,7 @@ text of Python's. What `checks` refuse (credentials, scopes) is refused before t
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -19,7 +20,7 @@ from service.request import Call, current_call
 from service.writing import abort
 
 log = logging.getLogger("service.guard")
-MAX_UNASKED = 1024  # health and reflection calls at once, of everyone who can connect
+MAX_UNASKED = 1024  # streams of health and reflection at once, of everyone who can connect; as many calls
 _PASSED = ("/grpc.health.", "/grpc.reflection.")
 
 Check = Callable[[Call, Any], None]
@@ -41,12 +42,14 @@ class Guard(Interceptor):
         self._default_deadline = default_deadline
         self._max_deadline = max_deadline
         self._checks = checks
-        self._unasked = Admission(MAX_UNASKED)
+        # Apart, so that watches, which end when their clients like, leave every probe its place.
+        self._unasked = {is_stream: Admission(MAX_UNASKED) for is_stream in (False, True)}
 
     def wrap(self, method: str, handler: Any) -> Any:
         """Guards every handler; health and reflection ask nobody who he is, so they are bounded instead."""
         if method.startswith(_PASSED):
-            return rewrapped(handler, self._answer_anyone, _forgiving(handler.request_deserializer))
+            answer = partial(self._answer_anyone, self._unasked[handler.response_streaming])
+            return rewrapped(handler, answer, _forgiving(handler.request_deserializer))
         is_watch = method.rpartition("/")[2].startswith("Watch")
 
         async def around(inner: Behaviour, request: Any, context: Any) -> Any:
@@ -54,8 +57,8 @@ class Guard(Interceptor):
 
         return rewrapped(handler, around, _forgiving(handler.request_deserializer))
 
-    async def _answer_anyone(self, inner: Behaviour, request: Any, context: Any) -> Any:
-        permit = self._unasked.enter()
+    async def _answer_anyone(self, places: Admission, inner: Behaviour, request: Any, context: Any) -> Any:
+        permit = places.enter()
         try:
             if permit is None:
                 raise errors.watch_limit(MAX_UNASKED)

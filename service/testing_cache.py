@@ -36,6 +36,7 @@ class ScriptedLink:
     def __init__(self, worker_id: str = "w0", page_count: int = PAGES) -> None:
         self.worker_id = self.address = worker_id
         self.is_up = True
+        self.beat_time = 0.0
         self.beat = SimpleNamespace(state=2, running_sequences=1, waiting_requests=0)
         self.epoch, self.number, self.base = 1, 0, 0
         self.planes = {name: np.zeros(page_count, kind) for name, kind in PLANES.items()}
@@ -173,6 +174,8 @@ class ScriptedLink:
             parts.append(worker_pb2.SnapshotReply(revision=self.revision(), chunk=chunk))
         last = pb.SnapshotChunk(sequences=self.sequences.values())
         parts.append(worker_pb2.SnapshotReply(revision=self.revision(), chunk=last, stats=self.stats()))
+        for part in parts:
+            part.publish_time.FromSeconds(1010)
         return parts
 
 

@@ -154,6 +154,7 @@ class WorkerProcess:
             ring=self.ring,
             calls=self._calls,
             answers=self.outputs,
+            start_time=start,
             doorkeeper=self.doorkeeper,
         )
         self._stack.callback(self.feed.close)
@@ -200,7 +201,7 @@ class WorkerProcess:
             page_size=config.page_size,
             start_time=start,
             ask_for_ledger=self.tap.ask_for_ledger,
-            look=lambda: (observer.metrics.pool, observer.metrics.counts.preemptions_total),
+            look=observer.look,
             records_audits=config.record_audits,
             clock=self._clock,
         )

@@ -100,9 +100,11 @@ class EngineCounts:
     unaligned_tokens_total: int = 0
     preemptions_total: int = 0
     preempted_tokens_total: int = 0
+    recomputed_tokens_total: int = 0  # of those, what no page had when the sequence came back
     allocation_failures_total: int = 0
     capacity_evictions_total: int = 0
     flush_evictions_total: int = 0
+    pin_pages: int = 0  # of pinned prefixes, referenced or not
 
 
 @dataclass(frozen=True, slots=True)

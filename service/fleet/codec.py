@@ -75,6 +75,7 @@ class Beat:
     load: WorkerLoad
     pool: PoolStats
     revision: Revision
+    pin_pages: int  # of pinned prefixes, those in use included
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +290,7 @@ def _beat(heartbeat: worker_pb2.Heartbeat) -> Beat:
         load=load,
         pool=heartbeat.pool,
         revision=heartbeat.revision,
+        pin_pages=heartbeat.pin_pages,
     )
 
 

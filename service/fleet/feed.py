@@ -176,6 +176,7 @@ class SnapshotPart:
     planes: Mapping[str, Plane] = field(default_factory=dict)  # empty: sequences only
     sequences: Sequence[SequenceChange] = ()
     totals: PoolTotals | None = None
+    observe_time_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

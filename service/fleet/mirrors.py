@@ -18,6 +18,7 @@ from service.fleet.event_ring import EventRing
 from service.fleet.feed import EventColumns, OutOfStep, SequenceKey
 from service.fleet.link import WorkerLink, WorkerUnavailable
 from service.fleet.page_mirror import PageMirror, Standing
+from service.fleet.shown import shown
 from service.fleet.violations import ViolationLog
 from service.metric_table import RESYNC_CAUSES
 from service.request import LostReason
@@ -53,7 +54,7 @@ class KeptMirror:
         self.ring = EventRing()
         self.violations = ViolationLog()
         self.resyncs: Counter[str] = Counter(dict.fromkeys(RESYNC_CAUSES, 0))
-        self.fed_time = 0.0  # loop's clock of the last feed message or snapshot
+        self.fed_time = loop.time()  # of the last feed message or snapshot; before the first, of its welcome
         self.is_gone = False  # its address is no longer a worker's: nothing will ever come
         self.event_watchers: set[Callable[[], None]] = set()  # called when there are new ones
         self._loop = loop
@@ -246,13 +247,12 @@ class PageMirrors:
     def kept(self) -> Sequence[KeptMirror]:
         """Mirrors of workers that have introduced themselves, lost ones included.
 
-        Of a worker that has come back at another address, the one that is there.
+        One of each name: see `shown`.
         """
+        by_address = self._kept.copy()  # a scrape looks here from another thread
         by_name: dict[str, KeptMirror] = {}
-        for kept in list(self._kept.values()):
-            known = by_name.setdefault(kept.mirror.worker_id, kept)
-            if kept.link.is_up and not known.link.is_up:
-                by_name[kept.mirror.worker_id] = kept
+        for link in shown([kept.link for kept in by_address.values()]):
+            by_name.setdefault(link.worker_id, by_address[link.address])  # a second is refused
         return list(by_name.values())
 
     @property

@@ -101,6 +101,7 @@ def decode_part(reply: worker_pb2.SnapshotReply) -> SnapshotPart:
         planes=_planes(chunk.pages, chunk.page_count) if chunk.page_count else {},
         sequences=[decode_sequence(info) for info in chunk.sequences],
         totals=decode_totals(reply.stats) if reply.HasField("stats") else None,
+        observe_time_ns=to_ns(reply.publish_time),
     )
 
 

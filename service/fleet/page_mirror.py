@@ -155,6 +155,7 @@ class PageMirror:
         is_new_epoch = self.standing is not Standing.EMPTY and revision.epoch != self.revision.epoch
         self._frozen.clear()  # they have the old planes to themselves now
         self.planes, self.revision, self.totals = planes, revision, totals
+        self.observe_time_ns = assembly.observe_time_ns
         self._changed_at = np.zeros(self.page_count, np.uint64)
         self.sequences.replace(assembly.sequences, revision.number)
         self.standing = Standing.CURRENT
@@ -188,6 +189,7 @@ class _Assembly:
 
     def __init__(self, page_count: int) -> None:
         self.sequences: list[SequenceChange] = []
+        self.observe_time_ns = 0
         self._planes: dict[str, Plane] = {name: np.empty(page_count, kind) for name, kind in PLANES.items()}
         self._next_page = 0
         self._page_count = page_count
@@ -198,7 +200,7 @@ class _Assembly:
         """Takes a part of the same revision as the others, the pages in order."""
         if self._revision is not None and part.revision != self._revision:
             raise OutOfStep(f"parts of {part.revision} and {self._revision} in one snapshot")
-        self._revision = part.revision
+        self._revision, self.observe_time_ns = part.revision, part.observe_time_ns
         if part.planes:
             count = len(part.planes["states"])
             end = part.first_page + count

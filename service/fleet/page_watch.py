@@ -1,6 +1,6 @@
 """What one watcher of the page map has not been told yet: merged, bounded, however slow it reads.
 
-Owns a bit per page and the names of changed sequences. Pure, on the event loop's thread.
+Owns a byte per page and the names of changed sequences. Pure, on the event loop's thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -171,7 +171,7 @@ class PageWatch(MirrorReader):
         self._bound()
 
     def _bound(self) -> None:
-        """A watcher that reads nothing costs no more than its bits and so many names."""
+        """A watcher that reads nothing costs no more than its bytes and so many names."""
         if len(self._first_changed) > MAX_NAMES:
             live = self._mirror.sequences.records
             self._first_changed = {key: first for key, first in self._first_changed.items() if key in live}

@@ -138,9 +138,9 @@ class WorkerPool:
         return max((link.facts for link in there if link.facts is not None), key=size_of, default=None)
 
     @property
-    def pinned_pages(self) -> int:
-        """Pages that no sequence gets, at the last heartbeat; the most of all workers."""
-        return max((link.beat.pool.pinned_pages for link in self.known if link.beat is not None), default=0)
+    def pin_pages(self) -> int:
+        """Pages that only sequences of a pinned prefix get, at the last heartbeat; the most of any."""
+        return max((link.beat.pin_pages for link in self.known if link.beat is not None), default=0)
 
     def state_of(self, link: WorkerLink) -> int:
         """ServerState of a worker."""
@@ -208,7 +208,7 @@ class WorkerPool:
             log.error("event=worker_refused worker=%s why=%r", link.worker_id, fault)
 
     def _conflict(self, link: WorkerLink, facts: WorkerFacts) -> str | None:
-        """Why it cannot be used beside those that are there: one worker has a name, and one model is served."""
+        """Why it cannot be used beside those that are there: a worker has a name, and one model is served."""
         for other in self.known:
             if other is link or not other.is_up or other.facts is None:
                 continue

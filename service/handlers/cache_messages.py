@@ -21,8 +21,10 @@ from service.fleet.feed import (
 )
 from service.fleet.page_watch import MapChange
 from service.handlers.convert import to_timestamp
+from service.server_options import MAX_MESSAGE_BYTES
 
 MAX_PART_BYTES = 2 * 1024 * 1024 - 16_384  # of sequences in one message, with room for the rest of it
+MAX_DELTA_BYTES = MAX_MESSAGE_BYTES - 65_536
 _SEQUENCE_BYTES = 128  # of a SequenceInfo without texts and pages, generously
 
 
@@ -123,6 +125,22 @@ def delta(change: MapChange, viewer: Viewer, *, with_sequences: bool, merged_eve
     return message
 
 
+def delta_bytes(change: MapChange, *, with_sequences: bool) -> int:
+    """What `delta` needs at most."""
+    size = change.page_ids.nbytes + sum(plane.nbytes for plane in change.planes.values())
+    if not with_sequences:
+        return size
+    size += change.ended_owners.nbytes + change.progress_owners.nbytes + change.progress_tokens.nbytes
+    size += sum(_text_bytes(record) + record.pages[first:].nbytes for record, first, _ in change.sequences)
+    return size + sum(len(ended.request_id) * 4 + 16 for ended in change.ended)
+
+
+def _text_bytes(record: SequenceRecord) -> int:
+    """What a SequenceInfo needs at most without its pages."""
+    texts = len(record.request_id) * 4 + len(record.tenant) * 4 + _SEQUENCE_BYTES
+    return texts + sum((len(key) + len(value)) * 4 + 8 for key, value in record.labels.items())
+
+
 def is_followed(record: SequenceRecord, viewer: Viewer) -> bool:
     """Whether a watcher is told of it: one that waits has no name but its request id."""
     return bool(record.owner) or viewer.may_name(record)
@@ -133,8 +151,7 @@ def parts_of_sequences(records: Iterable[SequenceRecord]) -> list[list[PageRun]]
     groups: list[list[PageRun]] = []
     room = 0
     for record in records:
-        texts = len(record.request_id) * 4 + len(record.tenant) * 4 + _SEQUENCE_BYTES
-        texts += sum(len(key) + len(value) * 4 + 8 for key, value in record.labels.items())
+        texts = _text_bytes(record)
         first, count = 0, len(record.pages)
         while True:
             if room < texts + 4:

@@ -8,6 +8,7 @@ from kvatlas.v1 import server_pb2_grpc
 from service import errors
 from service.errors import Violation
 from service.fleet.link import WorkerLink
+from service.fleet.shown import shown
 from service.handlers.backstage import Backstage
 from service.handlers.convert import to_duration, to_timestamp
 from service.handlers.validate import MAX_LOGPROBS, MAX_SAMPLES, Violations, seconds
@@ -35,7 +36,7 @@ class InfoServicer(server_pb2_grpc.ServerServiceServicer):
             limits=self._limits(),
             features=sorted(backstage.features_of(facts)) if facts is not None else (),
             state=self._state(),
-            workers=[self._worker(link) for link in self._shown()],
+            workers=[self._worker(link) for link in shown(backstage.pool.links)],
         )
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
@@ -106,12 +107,6 @@ class InfoServicer(server_pb2_grpc.ServerServiceServicer):
             return pb.SERVER_STATE_STARTING
         return pb.SERVER_STATE_LOST
 
-    def _shown(self) -> list[WorkerLink]:
-        """Those that have introduced themselves; not a lost one that has come back at another address."""
-        known = [link for link in self._backstage.pool.links if link.facts is not None]
-        there = {link.worker_id for link in known if link.is_up}
-        return [link for link in known if link.is_up or link.worker_id not in there]
-
     def _worker(self, link: WorkerLink) -> pb.WorkerInfo:
         assert link.facts is not None, "only workers that have introduced themselves are shown"
         info = pb.WorkerInfo()
@@ -126,7 +121,7 @@ class InfoServicer(server_pb2_grpc.ServerServiceServicer):
         pool, live = self._backstage.pool, self._backstage.live
         load = pb.Load(active_requests=len(live), waiting_requests=live.waiting())
         oldest = 0.0
-        for link in self._shown():
+        for link in shown(pool.links):
             worker = load.workers.add()
             if link.beat is not None:
                 worker.CopyFrom(link.beat.load)

@@ -116,7 +116,7 @@ class Opening:
     def _pool_room(self, request: Request, num_prompt_tokens: int, facts: WorkerFacts) -> int:
         """Output tokens that fit the pool beside the prompt; whole prompt pages are shared by the samples."""
         shared = num_prompt_tokens // facts.page_size
-        usable = facts.page_count - 1 - self._backstage.pool.pinned_pages
+        usable = facts.page_count - 1 - self._backstage.pool.pin_pages
         private = max(1, (usable - shared) // request.num_samples)
         return max(1, (shared + private) * facts.page_size - num_prompt_tokens)
 

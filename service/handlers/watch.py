@@ -1,7 +1,7 @@
 """WatchPageMap: a snapshot, then every change, merged while the watcher is slow.
 
 Owns one watch: what the next message is and when it goes out. Each message is made when the one before
-was written, so a watcher that does not read costs a bit per page and is never behind more than one pool.
+was written, so a watcher that does not read costs a byte per page and is never behind more than one pool.
 """
 
 import asyncio
@@ -147,7 +147,12 @@ class MapWatcher:
     async def _tell_change(self) -> bool:
         change = self._watch.take()
         moved = change.revision.number - change.base_number
-        has_news = not change.is_empty if self._options.with_sequences else bool(len(change.page_ids))
+        with_sequences = self._options.with_sequences
+        if messages.delta_bytes(change, with_sequences=with_sequences) > messages.MAX_DELTA_BYTES:
+            self._watch.is_lagging = True  # as after a flush of a large pool: a snapshot comes in parts
+            await self._tell_snapshot()
+            return True
+        has_news = not change.is_empty if with_sequences else bool(len(change.page_ids))
         self._number = change.revision.number
         if not has_news and not moved:
             return False
@@ -158,7 +163,7 @@ class MapWatcher:
                 delta=messages.delta(
                     change,
                     self._options.viewer,
-                    with_sequences=self._options.with_sequences,
+                    with_sequences=with_sequences,
                     merged_events=moved,
                 ),
                 stats=messages.stats(change.totals),

@@ -68,6 +68,23 @@ def test_a_prefix_is_pinned_listed_hit_and_let_go(server: Any, admin: Command) -
     assert facts(admin, server, "pins") == []
 
 
+def test_a_limit_that_nobody_gave_leaves_out_pinned_pages_that_are_in_use(
+    start_server: Any, hold: Any, wait_until: Any, admin: Command
+) -> None:
+    """They are no PINNED pages then, and it took what they hold for room: the request could never fit."""
+    server = start_server(*FAKE, *hold.settings)
+    facts(admin, server, "pin", "greeting", "--text", PROMPT)
+    with Client(server.address) as client:
+        running = client.stream(PROMPT + "!", max_tokens=100)
+        next(iter(running))
+        wait_until(lambda: client.load().workers[0].running_sequences == 1)
+        assert client.page_pool().stats.pinned_pages == 0
+        other = client.stream("another")
+        next(iter(other))
+        for stream in (other, running):
+            stream.close()
+
+
 def test_flush_drops_what_the_cache_holds(server: Any, admin: Command) -> None:
     with Client(server.address) as client:
         client.generate(PROMPT, max_tokens=1)

@@ -46,18 +46,12 @@ def test_watches_of_health_are_so_many_at_most_and_others_go_on(
             next(each)
         assert told(watch(WATCHED, timeout=100)) == ("RESOURCE_EXHAUSTED", "WATCH_LIMIT")
         assert told(channel.stream_stream(REFLECTION[0])(iter([b""]), timeout=100))[0] == "RESOURCE_EXHAUSTED"
+        assert check(WATCHED, timeout=100), "a probe finds its place, or the service would be restarted"
         generate = channel.unary_unary("/kvatlas.v1.ServerService/GetServerInfo")
         assert generate(b"", timeout=100), "who has something to ask is answered"
         for each in open_ones:
             each.cancel()
-
-        def is_answered() -> bool:
-            try:
-                return bool(check(WATCHED, timeout=100))
-            except grpc.RpcError:
-                return False
-
-        wait_until(is_answered, "the places to be given back")
+        wait_until(lambda: told(watch(WATCHED, timeout=100)) == ("OK", ""), "the places to be given back")
 
 
 def test_bytes_that_are_no_message_are_refused_as_such(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from kvatlas.v1 import cache_pb2 as pb
 from kvatlas.worker.v1 import worker_pb2
 from service.fleet.mirror_metrics import MirrorCollector
+from service.fleet.shown import shown
 from service.handlers.cache_messages import Viewer
 from service.request import LostReason
 from service.testing_cache import (
@@ -130,6 +131,34 @@ def test_a_page_is_told_with_its_sequences_children_and_last_events() -> None:
         assert (await refused(stage.servicer.GetPage(pb.GetPageRequest(page_id=50), None))).reason == (
             "WORKER_NOT_FOUND"
         )
+
+    asyncio.run(work())
+
+
+def test_a_page_is_as_old_as_it_is_before_the_feed_has_said_a_word() -> None:
+    """By a clock that nobody has told yet every page would be 49 days old: 2^32 ms, less its birth."""
+
+    async def work() -> None:
+        link = ScriptedLink(page_count=50)
+        link.touch(7, ACTIVE, owner=1)
+        link.planes["born_ms"][7], link.planes["used_ms"][7] = 4_000, 9_000
+        stage = CacheStage(link)
+        await stage.welcome()
+        page = await stage.servicer.GetPage(pb.GetPageRequest(page_id=7), None)
+        assert (page.age.ToMilliseconds(), page.idle.ToMilliseconds()) == (6_000, 1_000)
+        pool = await stage.servicer.GetPagePool(pb.GetPagePoolRequest(), None)
+        assert pool.observe_time.seconds == 1010
+
+    asyncio.run(work())
+
+
+def test_the_feed_of_a_worker_that_has_just_come_is_not_as_old_as_the_host() -> None:
+    async def work() -> None:
+        stage = CacheStage(ScriptedLink())
+        stage.mirrors.link_welcomed(cast(Any, stage.links[0]))
+        (age, _) = MirrorCollector(stage.mirrors).collect()
+        assert [sample.value < 5.0 for sample in age.samples] == [True]
+        await stage.welcome()
 
     asyncio.run(work())
 
@@ -297,6 +326,25 @@ def test_a_worker_that_came_back_at_another_address_is_the_one_that_is_shown() -
             assert answer.geometry.page_count == 20
         ages = next(iter(MirrorCollector(stage.mirrors).collect()))
         assert [sample.labels for sample in ages.samples] == [{"worker": "w"}]
+
+    asyncio.run(work())
+
+
+def test_of_a_worker_that_is_lost_at_two_addresses_the_last_is_shown() -> None:
+    """By the list of workers and by the map alike; it was listed twice, and its older map was shown."""
+
+    async def work() -> None:
+        old, new = ScriptedLink("w", page_count=10), ScriptedLink("w", page_count=20)
+        new.address = "elsewhere"
+        old.beat_time, new.beat_time = 1.0, 2.0
+        stage = CacheStage(old, new)
+        await stage.welcome()
+        for link in (old, new):
+            link.is_up = False
+            stage.mirrors.link_lost(cast(Any, link), LostReason.CRASH)
+        answer = await stage.servicer.GetPagePool(pb.GetPagePoolRequest(), None)
+        assert answer.geometry.page_count == 20
+        assert shown(cast(Any, [old, new])) == [new]
 
     asyncio.run(work())
 

@@ -121,7 +121,9 @@ def test_a_pool_that_is_far_too_small_preempts_as_predicted(tmp_path: Path) -> N
     predicted = predict(loaded, Setting(60, 16, "lru"))
     assert measured > 20
     assert predicted.preemptions == pytest.approx(measured, rel=0.1)
-    assert predicted.recomputed_tokens > 0
+    computed_again = really.scheduler.counts().recomputed_tokens_total
+    assert 0 < computed_again < really.scheduler.counts().preempted_tokens_total, "some are found again"
+    assert predicted.recomputed_tokens == pytest.approx(computed_again, rel=0.1)
     assert predicted.mean_queue_seconds > 0.1
 
 
@@ -420,6 +422,9 @@ def test_its_hit_rate_by_pool_size_is_drawn(
         ('{"timestamp": 1, "input_length": 600, "output_length": 3}', "hash_ids"),
         ('{"timestamp": 1, "input_length": 600, "output_length": 3, "hash_ids": []}', "0 hash_ids for 600"),
         ('{"timestamp": 1, "input_length": 0, "output_length": 3, "hash_ids": []}', "0 prompt"),
+        ('{"timestamp": NaN, "input_length": 5, "output_length": 3, "hash_ids": []}', "nan s"),
+        ('{"timestamp": 1e999, "input_length": 5, "output_length": 3, "hash_ids": []}', "inf s"),
+        ('{"timestamp": 1, "input_length": Infinity, "output_length": 3, "hash_ids": []}', "OverflowError"),
         ('{"timestamp": "x", "input_length": 5, "output_length": 3, "hash_ids": []}', "ValueError"),
     ],
 )
@@ -440,6 +445,7 @@ def test_a_line_of_another_format_is_named(tmp_path: Path, line: str, why: str) 
         (["--page-size", "0"], "a page of 0 tokens"),
         (["--policy", "belady"], "none of lru"),
         (["--resolution", "3"], "does not divide"),
+        (["--resolution", "-1"], "does not divide"),
         (["--host-tier", "20GB"], "no host tier"),
         (["--pages", ",".join(map(str, range(1, 300)))], "at most 256"),
     ],
@@ -451,6 +457,20 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(
     said = capsys.readouterr().err
     assert why in said
     assert str(mooncake_file) not in said, "nothing is wrong with the file"
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1", "soon"])
+def test_a_warm_up_that_is_no_time_is_refused(
+    mooncake_file: Path, capsys: pytest.CaptureFixture[str], seconds: str
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        what_if.main([str(mooncake_file), "--pool-pages", "300", f"--warmup={seconds}"])
+    assert refused.value.code == 2
+    assert seconds in capsys.readouterr().err
+
+
+def test_steps_of_no_time_tell_nothing() -> None:
+    assert fit([0.0] * 100, [1] * 100, [1] * 100, [1] * 100) is None
 
 
 def test_a_file_that_is_not_there_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,9 @@ from typing import IO
 import pytest
 import zmq
 
+from worker.channels import Wakeup
 from worker.link.addresses import AddressError, IpcGuard, advertised, bind, last_endpoint
+from worker.link.router import UnixRouter
 
 
 def test_folders_are_made_private_and_go_again(tmp_path: Path) -> None:
@@ -110,3 +112,23 @@ def test_what_cannot_be_bound_is_closed_and_named() -> None:
     with pytest.raises(AddressError, match="tcp://no-such-interface:1"):
         bind(context.socket(zmq.XPUB), "tcp://no-such-interface:1")
     context.term()  # would wait for a socket that is open
+
+
+def test_only_the_owner_may_connect_whatever_the_umask(tmp_path: Path) -> None:
+    """The folder may have been there and let others in."""
+    before = os.umask(0)
+    try:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        pages = context.socket(zmq.XPUB)
+        bind(pages, f"ipc://{tmp_path}/pages")
+        wakeup = Wakeup()
+        engine = UnixRouter(f"ipc://{tmp_path}/engine", wakeup.fileno())
+        modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("pages", "engine")]
+        engine.close()
+        wakeup.close()
+        pages.close()
+        context.term()
+        assert modes == [0o600, 0o600]
+        assert os.umask(0) == 0, "it is as it was"
+    finally:
+        os.umask(before)

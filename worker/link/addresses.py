@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -108,13 +109,26 @@ def _check_private(folder: Path) -> None:
         )
 
 
+@contextlib.contextmanager
+def for_its_owner() -> Iterator[None]:
+    """Socket files that are made here have mode 0600, whatever umask the process was given: their folder may
+    let others in, who could connect then.
+    """
+    before = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def bind(socket: "zmq.Socket[bytes]", address: str) -> None:
     """Binds a new socket, or closes it and raises AddressError."""
     socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     if "[" in address:  # only then: with it an IPv4 address is told as ::ffff:1.2.3.4
         socket.set(zmq.IPV6, 1)
     try:
-        socket.bind(_zmq_address(address))
+        with for_its_owner() if address.startswith("ipc://") else contextlib.nullcontext():
+            socket.bind(_zmq_address(address))
     except zmq.ZMQError as error:
         socket.close()
         raise AddressError(f"{address}: {error.strerror}") from None

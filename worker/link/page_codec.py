@@ -164,6 +164,7 @@ def snapshot_reply(
     description: WorkerDescription,
     pool: PoolTotals,
     counts: EngineCounts,
+    time_ns: int,
     is_first: bool,
 ) -> worker_pb2.CommandReply:
     """One part of the map; geometry in the first, totals in the last."""
@@ -182,6 +183,7 @@ def snapshot_reply(
             revision=revision(description.epoch, pool),
             chunk=chunk,
             stats=None if part.parts_left else pool_stats(pool, counts),
+            publish_time=timestamp(time_ns),
         ),
     )
 

@@ -5,7 +5,6 @@ slow subscriber loses it finds out by `base_number` and asks for a snapshot.
 """
 
 import logging
-import time
 from collections import deque
 from dataclasses import replace
 
@@ -57,9 +56,12 @@ class PageFeed:
         ring: EventRing,
         calls: Handover[ObserverCall],
         answers: OutputQueue[LinkMessage],
+        start_time: float,
         doorkeeper: Doorkeeper | None = None,
     ) -> None:
         self._ring = ring
+        self._start_time = start_time  # of the epoch, by the clock that `publish` is told
+        self._time_ns = 0  # of this turn, Unix
         self._calls = calls
         self._answers = answers
         self.topics: set[bytes] = set()  # that somebody listens to
@@ -91,6 +93,9 @@ class PageFeed:
 
         Events go first: who reads both topics has each event by the time that a map shows what it did.
         """
+        # The clock of page events: by a wall clock that was set back, pages would be younger than new.
+        time_us = max(fold.ledger.time_us, int((now - self._start_time) * 1e6))
+        self._time_ns = self.description.epoch + time_us * 1000
         self._take_subscriptions(pool)
         self._findings.extend(fold.findings)
         calls = self._calls.take_all()
@@ -128,7 +133,7 @@ class PageFeed:
     def _skip_to(self, fold: Fold, pool: PoolTotals) -> None:
         """The fold was built anew: readers see the gap by base_number and ask for a snapshot."""
         self._rebuilds_seen = fold.num_rebuilds
-        self.dropped_events += max(0, pool.revision - self._delta_number)
+        self.dropped_events += max(0, pool.revision - self._delta_number) if self.topics else 0
         self._delta_number = self._event_number = pool.revision
         self._next_delta = self._next_sign = 0.0  # at once
         forget_changes(fold.ledger, fold.book)
@@ -149,7 +154,7 @@ class PageFeed:
             pool=pool,
             counts=fold.counts,
             num_events=pool.revision - base,
-            time_ns=time.time_ns(),
+            time_ns=self._time_ns,
         )
         message.violations.extend(integrity_codec.violations(self._findings, self.description.epoch))
         self._findings.clear()
@@ -175,7 +180,7 @@ class PageFeed:
             )
             self._event_number = events.last_number
             message = page_codec.event_feed(
-                batch, description=self.description, pool=pool, counts=fold.counts, time_ns=time.time_ns()
+                batch, description=self.description, pool=pool, counts=fold.counts, time_ns=self._time_ns
             )
             message.revision.number = events.last_number
             self._send(EVENTS, message.SerializeToString())
@@ -195,6 +200,7 @@ class PageFeed:
                 description=self.description,
                 pool=pool,
                 counts=fold.counts,
+                time_ns=self._time_ns,
                 is_first=number == 0,
             )
             is_last = part.parts_left == 0

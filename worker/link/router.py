@@ -16,7 +16,7 @@ from typing import Protocol
 import zmq
 
 from kvatlas import zmtp
-from worker.link.addresses import AddressError, bind, last_endpoint
+from worker.link.addresses import AddressError, bind, for_its_owner, last_endpoint
 from worker.link.doorkeeper import Doorkeeper
 from worker.link.peers import MAX_SERVICES
 
@@ -318,7 +318,8 @@ def _listen(address: str) -> socket.socket:
     listener.setblocking(False)
     try:
         path.unlink(missing_ok=True)
-        listener.bind(str(path))
+        with for_its_owner():
+            listener.bind(str(path))
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()

@@ -128,6 +128,7 @@ def heartbeat(board: StatusBoard, now: float) -> worker_pb2.Heartbeat:
         pool=pool_stats(load.pool, load.counts),
         revision=revision(board.description.epoch, load.pool),
         estimated_wait_ms=min(int(load.counts.estimated_wait_seconds * 1000), 0xFFFFFFFF),
+        pin_pages=load.counts.pin_pages,
     )
 
 

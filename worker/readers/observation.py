@@ -1,4 +1,4 @@
-"""What the engine hands to the observer, a few times a second. Frozen; owns nothing."""
+"""What the engine hands to the observer, ten times a second while it has work. Frozen; owns nothing."""
 
 from array import array
 from collections.abc import Sequence

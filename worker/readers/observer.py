@@ -114,6 +114,11 @@ class Observer:
         self._is_stopping = False
         self.thread = threading.Thread(target=self._run, name="kvatlas-observer", daemon=True)
 
+    def look(self) -> tuple[int, int]:
+        """Evictions for room since the start, and slots of active pages without a token; from any thread."""
+        metrics = self.metrics
+        return metrics.counts.capacity_evictions_total, metrics.pool.unfilled_slots
+
     def start(self) -> None:
         """Begins to fold."""
         self.thread.start()

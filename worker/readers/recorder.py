@@ -25,7 +25,6 @@ from worker.readers.recording import Recording
 from worker.readers.recording_frames import FrameMaker
 from worker.readers.recording_store import EndCause, RecordingStore, RecordingSummary
 from worker.readers.samples import RequestLog
-from worker.stats import PoolTotals
 from worker.traffic import Arrival, Departure, StepCount, TimedStep, TrafficQueue
 
 TURN_SECONDS = 0.25
@@ -77,7 +76,7 @@ class Recorder:
         page_size: int,
         start_time: float,
         ask_for_ledger: AskForLedger,
-        look: Callable[[], tuple[PoolTotals, int]] | None = None,
+        look: Callable[[], tuple[int, int]] | None = None,
         records_audits: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -158,8 +157,7 @@ class Recorder:
     def turn(self) -> None:
         """Reads what came, writes what is recorded, does what was asked."""
         if self._look is not None:
-            pool, preemptions = self._look()
-            self.log.look(self.now_us(), pool, preemptions)
+            self.log.look(self.now_us(), *self._look())
         self._take_ledger()
         self._take_traffic()
         self._follow()
@@ -279,7 +277,9 @@ class Recorder:
             raise RecorderBusy(self._recording.recording_id)
         since_us = self.now_us() - int(options.lookback_seconds * 1e6)
         self._wind_to(max(0, since_us) if options.lookback_seconds else None)
-        self._begin(options, max(0, since_us))
+        # Not before its map: what ran earlier would be run again on pages that it had left itself.
+        since_us = max(since_us, self._ledger.time_us)
+        self._begin(options, since_us)
         recording = self._recording
         assert recording is not None
         self._write_past(recording, self._ledger.revision, since_us)
@@ -319,13 +319,12 @@ class Recorder:
 
     def _write_past(self, recording: Recording, number: int, since_us: int) -> None:
         """Requests that came since or were live at the beginning, with their ends so far, and steps since."""
-        known = {request.sequence_id: request for request in (*self.log.live, *self.log.requests)}
+        live = {request.sequence_id: request for request in self.log.live}
+        known = live | {request.sequence_id: request for request in self.log.requests}
         for request in sorted(known.values(), key=lambda request: request.time_us):
-            is_later = request.time_us >= since_us or not request.is_over
+            is_later = request.time_us >= since_us or request.sequence_id in live
             if is_later or any(end.number > number for end in request.ends):
-                recording.request(request)
-                for end in request.ends:
-                    recording.sequence(end)
+                recording.request_so_far(request)
         steps = [step for step in self.log.steps if step.time_us > since_us]
         if steps:
             recording.steps(steps)
@@ -394,4 +393,4 @@ class Recorder:
             return
         assert self._recording is not None
         for request in self.log.live:
-            self._recording.request(request)
+            self._recording.request_so_far(request)

@@ -72,6 +72,12 @@ class Recording:
         self._write_all([self._frames.request(request, token_ids if self.with_token_ids else ())])
         self.num_requests += 1
 
+    def request_so_far(self, request: LoggedRequest) -> None:
+        """A request of before the recording, with those of its samples that have ended."""
+        self.request(request)
+        for end in request.ends:
+            self.sequence(end)
+
     def sequence(self, end: LoggedEnd, token_ids: Sequence[int] = ()) -> None:
         """A sequence that ended."""
         self._write_all([self._frames.sequence(end, token_ids if self.with_token_ids else ())])

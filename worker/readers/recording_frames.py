@@ -14,6 +14,7 @@ from worker.readers.samples import LoggedEnd, LoggedRequest
 from worker.traffic import StepCount
 
 PAGES_PER_FRAME = 65_536
+SHARERS_PER_FRAME = 1 << 20  # 6 MiB of the 16 that a frame may have
 Frame = cache_pb2.RecordingFrame
 
 
@@ -79,7 +80,10 @@ class FrameMaker:
         for page, later in sorted(ledger.sharers.items()):
             page_ids.extend((page,) * len(later))
             owners.extend(later)
-        yield Frame(sharers=cache_pb2.PageSharers(page_ids=page_ids.tobytes(), owners=owners.tobytes()))
+        for start in range(0, max(1, len(owners)), SHARERS_PER_FRAME):
+            part = slice(start, start + SHARERS_PER_FRAME)
+            sharers = cache_pb2.PageSharers(page_ids=page_ids[part].tobytes(), owners=owners[part].tobytes())
+            yield Frame(sharers=sharers)
 
     def events(self, events: EventColumns) -> Frame:
         """Consecutive page events, with token ids where the columns have them."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 
 from worker.ids import SequenceId
 from worker.readers.prefix_keys import PrefixKeys
-from worker.stats import PoolTotals
 from worker.traffic import Arrival, Departure, StepCount
 
 MAX_REQUESTS = 16_384
@@ -70,8 +69,7 @@ class PoolLook:
     """The pool at one moment."""
 
     time_us: int
-    evictions_total: int
-    preemptions_total: int
+    evictions_total: int  # for room, not by a flush
     unfilled_slots: int
 
 
@@ -100,7 +98,8 @@ class RequestLog:
         self._live: dict[int, LoggedRequest] = {}  # by id of sample 0
         self.requests: deque[LoggedRequest] = deque()
         self.steps: deque[StepCount] = deque(maxlen=MAX_STEPS)
-        self._looks: deque[PoolLook] = deque(maxlen=MAX_LOOKS)
+        self._looks: list[PoolLook] = []
+        self._look_us = LOOK_US
         self.is_whole = True
 
     @property
@@ -164,12 +163,15 @@ class RequestLog:
         self._live.clear()
         self.is_whole = False
 
-    def look(self, time_us: int, pool: PoolTotals, preemptions_total: int) -> None:
-        """The pool as it is; kept once a second."""
-        if not self._looks or time_us - self._looks[-1].time_us >= LOOK_US:
-            self._looks.append(
-                PoolLook(time_us, pool.evictions_total, preemptions_total, pool.unfilled_slots)
-            )
+    def look(self, time_us: int, evictions_total: int, unfilled_slots: int) -> None:
+        """The pool as it is; kept once a second, and half as often each time that there are too many."""
+        looks = self._looks
+        if looks and time_us - looks[-1].time_us < self._look_us:
+            return
+        if len(looks) == MAX_LOOKS:  # all of the time stays covered, as it may be that of the requests
+            self._looks = looks = looks[::2]
+            self._look_us *= 2
+        looks.append(PoolLook(time_us, evictions_total, unfilled_slots))
 
     def _shrink(self) -> None:
         while len(self.requests) > self._max_requests or self._num_keys > self._max_keys:

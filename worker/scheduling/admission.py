@@ -191,7 +191,9 @@ class Admission:
         if is_first and request.spec.cache_read and books.config.cache.sharing:
             request.prefix = self._count_prefix(sequence, need.lookup)
         self.take_over(sequence, need.lookup)
-        request.recomputed_tokens += max(0, sequence.lost_tokens - sequence.num_computed)
+        again = max(0, sequence.lost_tokens - sequence.num_computed)
+        request.recomputed_tokens += again
+        books.totals.recomputed_tokens += again
         sequence.lost_tokens = 0
         start = SequenceStart(
             sequence_id=request.samples[0].id if is_first else sequence.id,

@@ -45,6 +45,7 @@ class Totals:
     unaligned_tokens: int = 0
     preemptions: int = 0
     preempted_tokens: int = 0
+    recomputed_tokens: int = 0  # of those, not found again
     allocation_failures: int = 0  # decisions: somebody has to wait or to stop for want of pages
     billed_page_seconds: float = 0.0  # over all requests that ended
     unbilled_page_seconds: float = 0.0  # of pages that outlived their use until a step in flight was over

@@ -183,9 +183,11 @@ def counts(books: Books, blocked: dict[Sequence, WaitReason], estimated_wait: fl
         unaligned_tokens_total=totals.unaligned_tokens,
         preemptions_total=totals.preemptions,
         preempted_tokens_total=totals.preempted_tokens,
+        recomputed_tokens_total=totals.recomputed_tokens,
         allocation_failures_total=totals.allocation_failures,
         capacity_evictions_total=books.cache.num_capacity_evictions,
         flush_evictions_total=books.cache.num_flush_evictions,
+        pin_pages=books.cache.num_pinned_pages,
     )
 
 

@@ -36,7 +36,7 @@ class Counts:
     unaligned_tokens: int = 0
     evictions: int = 0
     preemptions: int = 0
-    recomputed_tokens: int = 0
+    recomputed_tokens: int = 0  # given up by preemption and not found when the sequence came back
     prompt_tokens_computed: int = 0
     output_tokens: int = 0
     num_steps: int = 0
@@ -133,7 +133,7 @@ def _totals(scheduler: Scheduler) -> tuple[int, int, int, int, int]:
     return (
         counts.capacity_evictions_total,
         counts.preemptions_total,
-        counts.preempted_tokens_total,
+        counts.recomputed_tokens_total,
         counts.prompt_tokens_computed_total,
         scheduler.step_number,
     )

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from kvatlas.v1 import cache_pb2
 from worker.ids import NO_PAGE
 from worker.pages.events import EventColumns, PageFlag
@@ -52,7 +54,7 @@ class _Reader:
             case MapAt() if self.first_map is None:
                 self.first_map = item
             case EventColumns():
-                self.num_evictions += item.kinds.count(EVICTED)
+                self.num_evictions += _for_room(item)
                 self.end_us = max(self.end_us, item.times_us[-1])
             case cache_pb2.RequestRecord():
                 self._request(item)
@@ -119,6 +121,12 @@ class _Reader:
         self.prefill.extend(array("I", batch.prefill_tokens))
         self.decode.extend(array("I", batch.decode_tokens))
         self.context.extend(array("Q", batch.context_tokens))
+
+
+def _for_room(events: EventColumns) -> int:
+    """Evictions but those of a flush, which are for nobody: nothing was short, and what-if has none."""
+    kinds, owners = np.frombuffer(events.kinds, np.uint8), np.frombuffer(events.owners, np.uint16)
+    return int(np.count_nonzero((kinds == EVICTED) & (owners != 0)))
 
 
 def load(path: Path) -> Loaded:

@@ -8,6 +8,7 @@ It says nothing of the worker: pool, limits and step times are the caller's assu
 """
 
 import json
+import math
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,9 +77,9 @@ def _request(line: str, number: int, keys: _Keys) -> TraceRequest:
         arrival = float(record["timestamp"]) / 1000
         num_prompt, num_output = int(record["input_length"]), int(record["output_length"])
         ids = [int(each) for each in record["hash_ids"]]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise BadTrace(f"line {number + 1}: {type(error).__name__}: {error}") from None
-    if num_prompt < 1 or num_output < 0 or arrival < 0:
+    if num_prompt < 1 or num_output < 0 or not 0 <= arrival < math.inf:  # JSON of Python's has NaN as well
         raise BadTrace(
             f"line {number + 1}: {num_prompt} prompt and {num_output} output tokens at {arrival:g} s"
         )

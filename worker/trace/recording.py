@@ -72,16 +72,16 @@ class Recording:
 
     def items(self) -> Iterator[Item]:
         """Everything after the header, in order. May be called once."""
-        parts: list[cache_pb2.SnapshotChunk] = []
+        parts: list[FrameAt] = []  # of a map: its pages, then who shares them
         for at in self._frames:
-            self.offset = at.offset
             kind = at.frame.WhichOneof("frame")
+            if _has_sharers(parts) and kind != "sharers":
+                yield self._map(parts)
+                parts = []
+            self.offset = at.offset
             match kind:
-                case "snapshot":
-                    parts.append(at.frame.snapshot)
-                case "sharers":
-                    yield self._map(parts, at)
-                    parts = []
+                case "snapshot" | "sharers":
+                    parts.append(at)
                 case "events":
                     yield self._events(at)
                 case "request":
@@ -98,18 +98,21 @@ class Recording:
                     yield at.frame.end
                 case None:
                     pass  # of a later release
+        if _has_sharers(parts):
+            yield self._map(parts)
 
-    def _map(self, parts: Sequence[cache_pb2.SnapshotChunk], at: FrameAt) -> MapAt:
+    def _map(self, parts: Sequence[FrameAt]) -> MapAt:
         planes = cache_pb2.PageMap()
         for name in cache_pb2.PageMap.DESCRIPTOR.fields_by_name:
-            setattr(planes, name, b"".join(getattr(part.pages, name) for part in parts))
+            setattr(planes, name, b"".join(getattr(part.frame.snapshot.pages, name) for part in parts))
         if len(planes.states) != self.header.num_pages + 1:
             text = f"the map has {len(planes.states)} pages, the pool {self.header.num_pages + 1}"
-            raise DamagedRecording(at.offset, text)
+            raise DamagedRecording(parts[-1].offset, text)
         sharers: dict[int, list[int]] = {}
-        pages, owners = array("I", at.frame.sharers.page_ids), array("H", at.frame.sharers.owners)
-        for page, owner in zip(pages, owners, strict=True):
-            sharers.setdefault(page, []).append(owner)
+        for part in parts:
+            pages, owners = array("I", part.frame.sharers.page_ids), array("H", part.frame.sharers.owners)
+            for page, owner in zip(pages, owners, strict=True):
+                sharers.setdefault(page, []).append(owner)
         return MapAt(planes, sharers)
 
     def _events(self, at: FrameAt) -> EventColumns:
@@ -136,6 +139,11 @@ class Recording:
         if lengths | {len(columns.tags), len(columns.steps), len(columns.times_us)} != {count}:
             raise DamagedRecording(at.offset, f"planes of {count} events differ in length")
         return columns
+
+
+def _has_sharers(parts: Sequence[FrameAt]) -> bool:
+    """Whether these frames may be a whole map: its sharers come last, in as many frames as they need."""
+    return bool(parts) and parts[-1].frame.WhichOneof("frame") == "sharers"
 
 
 def _header(message: cache_pb2.RecordingHeader) -> Header:

@@ -115,7 +115,8 @@ class Replay:
         number = self._revision_after_gap
         if self._rules is not None and self.ledger.revision == number:
             self._compare()  # a map without a loss before it must be the one that we have
-        self.ledger.restore(snapshot_of(found, number, self.header.first_step, self.header.page_size))
+        step = self._rules.step if self._rules is not None else self.header.first_step
+        self.ledger.restore(snapshot_of(found, number, step, self.header.page_size))
         self.ledger.sharers = {page: list(owners) for page, owners in found.sharers.items()}
         planes = PagePlanes(
             states=found.planes.states,
@@ -124,7 +125,6 @@ class Replay:
             owners=array("H", found.planes.owners),
             parents=array("I", found.planes.parent_page_ids),
         )
-        step = self._rules.step if self._rules is not None else self.header.first_step
         self._rules = PageRules(planes, found.sharers, number, step)
 
     def _apply(self, events: EventColumns, number: int | None) -> None:

@@ -55,6 +55,8 @@ def fit(
     ]
     table = np.stack(columns, axis=1)
     usual = (taken > 0) & (taken <= np.quantile(taken, 0.99))
+    if np.count_nonzero(usual) < MIN_STEPS:
+        return None
     table, taken = table[usual], taken[usual]
     weights = 1.0 / np.maximum(taken, np.quantile(taken, 0.1))
     found = _non_negative(table * weights[:, None], taken * weights)

@@ -90,7 +90,7 @@ def resolution_of(question: Question) -> int:
     """Tokens of a unit: what was asked for, one for short traces, else as coarse as pages and keys allow."""
     common = math.gcd(question.trace.granularity, *[setting.page_size for setting in question.settings])
     if question.resolution:
-        if common % question.resolution:
+        if question.resolution < 0 or common % question.resolution:
             raise BadQuestion(
                 f"a resolution of {question.resolution} tokens does not divide pages and keys ({common})"
             )
@@ -138,8 +138,13 @@ def notes_of(trace: Trace, settings: Sequence[Setting], loaded: Loaded | None) -
             "the cache was warm when the recording began: what a larger pool would still have held from"
             " before is not known, so its first hits are estimated low (--warmup leaves the beginning out)"
         )
-    if loaded is not None and (loaded.lost_records or loaded.lost_events):
+    if loaded is not None and loaded.lost_records:
         found.append(f"{loaded.lost_records} requests, ends or steps are missing in the recording")
+    if loaded is not None and loaded.lost_events:
+        found.append(
+            f"{loaded.lost_events} page events are missing in the recording, and their evictions in what was"
+            f" observed"
+        )
     return found
 
 
@@ -225,6 +230,16 @@ def _step_model(text: str) -> StepTime:
     return found
 
 
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return found
+
+
 def _list_of(kind: type) -> Callable[[str], list[object]]:
     def read(text: str) -> list[object]:
         try:
@@ -244,7 +259,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--policy", type=_list_of(str), default=[], help="lru,lfu,fifo,cost")
     parser.add_argument("--pool-pages", type=int, default=0, help="what 1x means, for traces without a pool")
     parser.add_argument(
-        "--warmup", type=float, default=0.0, help="seconds at the beginning that do not count"
+        "--warmup", type=_seconds, default=0.0, help="seconds at the beginning that do not count"
     )
     parser.add_argument("--resolution", type=int, default=0, help="tokens that move as one; 0: automatic")
     parser.add_argument("--step-model", type=_step_model, metavar="MS,US,US,NS")

@@ -378,18 +378,20 @@ class PromptLogprobs(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., columns: _Optional[_Union[LogprobColumns, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("step", "load", "pool", "revision", "estimated_wait_ms")
+    __slots__ = ("step", "load", "pool", "revision", "estimated_wait_ms", "pin_pages")
     STEP_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     ESTIMATED_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    PIN_PAGES_FIELD_NUMBER: _ClassVar[int]
     step: int
     load: _server_pb2.WorkerLoad
     pool: _cache_pb2.PoolStats
     revision: _cache_pb2.Revision
     estimated_wait_ms: int
-    def __init__(self, step: _Optional[int] = ..., load: _Optional[_Union[_server_pb2.WorkerLoad, _Mapping]] = ..., pool: _Optional[_Union[_cache_pb2.PoolStats, _Mapping]] = ..., revision: _Optional[_Union[_cache_pb2.Revision, _Mapping]] = ..., estimated_wait_ms: _Optional[int] = ...) -> None: ...
+    pin_pages: int
+    def __init__(self, step: _Optional[int] = ..., load: _Optional[_Union[_server_pb2.WorkerLoad, _Mapping]] = ..., pool: _Optional[_Union[_cache_pb2.PoolStats, _Mapping]] = ..., revision: _Optional[_Union[_cache_pb2.Revision, _Mapping]] = ..., estimated_wait_ms: _Optional[int] = ..., pin_pages: _Optional[int] = ...) -> None: ...
 
 class Command(_message.Message):
     __slots__ = ("command_id", "timeout_ms", "snapshot", "replay", "page_table", "estimate", "flush", "pin", "list_pins", "start_recording", "stop_recording", "get_recording", "profile", "log_level", "cancel", "integrity", "check_integrity", "list_recordings", "get_profile")
@@ -519,11 +521,13 @@ class CommandReply(_message.Message):
     def __init__(self, command_id: _Optional[int] = ..., more: bool = ..., code: _Optional[int] = ..., error_reason: _Optional[_Union[_errors_pb2.ErrorReason, str]] = ..., message: _Optional[str] = ..., snapshot: _Optional[_Union[SnapshotReply, _Mapping]] = ..., events: _Optional[_Union[_cache_pb2.PageEventBatch, _Mapping]] = ..., page_table: _Optional[_Union[_cache_pb2.GetPageTableResponse, _Mapping]] = ..., estimate: _Optional[_Union[_cache_pb2.EstimateCacheResponse, _Mapping]] = ..., flush: _Optional[_Union[_server_pb2.FlushPrefixCacheResponse, _Mapping]] = ..., pin: _Optional[_Union[_server_pb2.PinnedPrefix, _Mapping]] = ..., pins: _Optional[_Union[_server_pb2.ListPinnedPrefixesResponse, _Mapping]] = ..., start_recording: _Optional[_Union[_server_pb2.StartRecordingResponse, _Mapping]] = ..., stop_recording: _Optional[_Union[_server_pb2.StopRecordingResponse, _Mapping]] = ..., get_recording: _Optional[_Union[_server_pb2.GetRecordingResponse, _Mapping]] = ..., profile: _Optional[_Union[_server_pb2.CaptureProfileResponse, _Mapping]] = ..., log_level: _Optional[_Union[_server_pb2.SetLogLevelResponse, _Mapping]] = ..., integrity: _Optional[_Union[_cache_pb2.GetIntegrityResponse, _Mapping]] = ..., check_integrity: _Optional[_Union[_cache_pb2.RunIntegrityCheckResponse, _Mapping]] = ..., list_recordings: _Optional[_Union[_server_pb2.ListRecordingsResponse, _Mapping]] = ..., get_profile: _Optional[_Union[_server_pb2.GetProfileResponse, _Mapping]] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class SnapshotReply(_message.Message):
-    __slots__ = ("revision", "chunk", "stats")
+    __slots__ = ("revision", "chunk", "stats", "publish_time")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_TIME_FIELD_NUMBER: _ClassVar[int]
     revision: _cache_pb2.Revision
     chunk: _cache_pb2.SnapshotChunk
     stats: _cache_pb2.PoolStats
-    def __init__(self, revision: _Optional[_Union[_cache_pb2.Revision, _Mapping]] = ..., chunk: _Optional[_Union[_cache_pb2.SnapshotChunk, _Mapping]] = ..., stats: _Optional[_Union[_cache_pb2.PoolStats, _Mapping]] = ...) -> None: ...
+    publish_time: _timestamp_pb2.Timestamp
+    def __init__(self, revision: _Optional[_Union[_cache_pb2.Revision, _Mapping]] = ..., chunk: _Optional[_Union[_cache_pb2.SnapshotChunk, _Mapping]] = ..., stats: _Optional[_Union[_cache_pb2.PoolStats, _Mapping]] = ..., publish_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
