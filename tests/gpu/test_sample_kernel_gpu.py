@@ -15,7 +15,7 @@ from kernels.sample import make_scratch, sample
 from kernels.sample_columns import SampleRow, make_columns, write_rows
 from kernels.sample_edits import EditRow, make_edits, write_line
 from kernels.sample_filters import lowest_kept
-from kernels.sample_logprobs import make_logprob_scratch, token_logprobs
+from kernels.sample_logprobs import best_of, find_best, make_logprob_scratch, token_logprobs
 from worker.execution.sampler import Sampler
 from worker.execution.sampling_state import SamplingState
 from worker.scheduling.sampling import SamplingParams
@@ -259,3 +259,8 @@ def test_log_probabilities_are_those_of_torch():
     torch.testing.assert_close(scratch.chosen, chosen[:, 0].float(), rtol=1e-5, atol=1e-5)
     picked = edited.gather(1, ids.long()[:, None])
     assert torch.equal(scratch.ranks.long(), (edited > picked).sum(dim=-1) + 1)
+    asks.fill_(20)
+    find_best(logits, index, asks, scratch, 151_936, edits=rows.edits)
+    values, best_ids = best_of(scratch, index.long(), 20)
+    assert torch.equal(best_ids.long(), edited.sort(dim=-1, descending=True, stable=True).indices[:, :20])
+    torch.testing.assert_close(values, exact.gather(1, best_ids.long()).float(), rtol=1e-5, atol=1e-5)
