@@ -61,21 +61,16 @@ def make_edits(
 
 
 def grow_edits(edits: SampleEdits, num_lines: int, max_bias: int, max_stops: int) -> None:
-    """Makes every table at least so large; what lines held they hold.
-
-    One table after the other, and scratch without a copy, so that lines never take twice their memory.
-    """
+    """Makes tables larger, all or none if the device is full; what lines held they hold."""
     widths = {"bias_ids": max_bias, "bias_values": max_bias, "stop_ids": max_stops}
-    edits.edited = edits.edited.new_empty(0, edits.edited.shape[1])
-    for each in fields(edits):
-        table: Tensor = getattr(edits, each.name)
-        shape = [num_lines, *(max(size, widths.get(each.name, 0)) for size in table.shape[1:])]
-        if each.name == "line" or list(table.shape) == shape:
-            continue
-        larger = table.new_full(shape, -1 if each.name.endswith("_ids") else 0)
-        larger[tuple(map(slice, table.shape))] = table
-        setattr(edits, each.name, larger)
-        del table
+    larger: dict[str, Tensor] = {}
+    for name in (each.name for each in fields(edits) if each.name != "line"):
+        table: Tensor = getattr(edits, name)
+        width = table.shape[1:] if name not in widths else (widths[name],)
+        larger[name] = table.new_full((num_lines, *width), -1 if name.endswith("_ids") else 0)
+        larger[name][tuple(map(slice, table.shape))] = table
+    for name, table in larger.items():
+        setattr(edits, name, table)
 
 
 @dataclass(frozen=True, slots=True)

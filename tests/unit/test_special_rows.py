@@ -11,7 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so befo
 import math
 from array import array
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import pytest
@@ -241,6 +241,32 @@ def test_lines_are_made_when_asked_for_and_a_history_outlives_that_others_come()
     assert torch.equal(counts, rows.state.history.output_counts(penalised_rows))
     assert sorted(rows.special.edits.line[:7].tolist()) == [-1, 0, 1, 2, 3, 4, 5]
     assert len(rows.special.edits.edited) == 7
+
+
+def test_where_the_device_is_full_tables_stay_as_they_were_and_lines_are_made_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tables of different sizes would be read past their ends."""
+    rows, penalised = Rows(9), SamplingParams(temperature=1.0, presence_penalty=2.0, repetition_penalty=1.5)
+    for row in range(4):
+        rows.start(row, penalised)
+    before = replace(rows.special.edits)
+    new_full = torch.Tensor.new_full
+
+    def full(table: torch.Tensor, shape: tuple[int, ...], fill: float) -> torch.Tensor:
+        if table is rows.special.edits.in_prompt:
+            raise torch.OutOfMemoryError("no more")
+        return new_full(table, shape, fill)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "new_full", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            rows.start(4, penalised)
+    for each in fields(before):
+        assert getattr(rows.special.edits, each.name) is getattr(before, each.name)
+    assert not rows.special.has_any(np.array([4], np.int32))
+    rows.start(4, penalised)
+    rows.check(draw_logits(5, 1), list(range(5)), 7)
 
 
 def test_who_is_special_is_known_while_they_are() -> None:

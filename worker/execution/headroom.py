@@ -7,10 +7,10 @@ for what rows with penalties and the like need, which a start does not have.
 from worker.execution.sampler import BYTES_OF_TOKEN, ROWS_AT_ONCE
 from worker.model.config import ModelConfig
 
-HISTORY_BYTES = 15
-"""Of a row and a token. For the plain sampler 5 of penalties' tables, which have up to twice the rows and are
-copied to grow; for the kernels 9.1 of a line (kernels/sample_edits.py), of which there are as many as rows;
-their tables grow one after the other, which takes no more."""
+HISTORY_BYTES = 19
+"""Of a row and a token, for what penalties need. For the kernels twice the 9.1 of a line
+(kernels/sample_edits.py): there are as many lines as rows, and tables are copied to grow. For the plain
+sampler 15: its tables take 5, and have up to twice the rows."""
 
 LIBRARIES = 1 << 30
 """Bytes for the libraries' workspaces, kernels and CUDA graphs, measured with room to spare on an H200."""
