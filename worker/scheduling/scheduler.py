@@ -346,6 +346,10 @@ class Scheduler:
         """Tokens with KV of the running sequences, as columns."""
         return views.progress(self._books)
 
+    def unfilled_slots(self) -> int:
+        """Slots of the running sequences' pages that hold no token."""
+        return views.unfilled_slots(self._books)
+
     def snapshot(self) -> PoolSnapshot:
         """The pool and the live sequences as of the last page event."""
         return views.snapshot(self._books, tuple(self.sequence_views()))

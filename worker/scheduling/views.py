@@ -149,6 +149,17 @@ def progress(books: Books) -> Progress:
     return Progress(batch.owners, array("I", [start - ahead for start in batch.starts]))
 
 
+def unfilled_slots(books: Books) -> int:
+    """Slots of the running sequences' pages that hold no token; of a page that samples share once."""
+    size, found = books.config.page_size, dict[int, int]()
+    for sequence in books.by_owner.values():
+        pages, num_tokens = sequence.held_pages, sequence.computed
+        for index in range(num_tokens // size, len(pages)):
+            free = min(size, (index + 1) * size - num_tokens)
+            found[pages[index]] = min(free, found.get(pages[index], free))
+    return sum(found.values())
+
+
 def _progress_one_by_one(books: Books) -> Progress:
     """As _num_stored, without two calls for each of many that decode."""
     running, decode = books.by_owner, SequenceState.DECODE

@@ -106,12 +106,8 @@ class Counts:
 
     def look(self, scheduler: Scheduler, seconds: float) -> None:
         """The pool as it was for so many seconds."""
-        pool = scheduler.cache.pool
-        stored = sum(scheduler.progress().token_counts)
-        # Shared pages are full, so every reference beyond the first is as many tokens as slots.
-        wasted = max(0, pool.num_references * pool.page_size - stored) * self.resolution
-        self.wasted_slot_seconds += wasted * seconds
-        self.active_page_seconds += pool.num_active * seconds
+        self.wasted_slot_seconds += scheduler.unfilled_slots() * self.resolution * seconds
+        self.active_page_seconds += scheduler.cache.pool.num_active * seconds
 
     def start(self, scheduler: Scheduler) -> None:
         """The warm-up is over: totals count from here."""
