@@ -223,6 +223,8 @@ def compare_owners(fold: Fold, snapshot: PoolSnapshot) -> None:
         for page in view.page_ids:
             holders.setdefault(page, set()).add(view.owner)
     for page, owner in enumerate(fold.ledger.owners.tolist()):
+        num_later = len(fold.ledger.sharers.get(page, ()))
+        assert num_later == max(0, int(fold.ledger.refs[page]) - 1), "each reference has its owner"
         if fold.ledger.refs[page] == 0:
             assert owner == 0, page
         elif page in holders and fold.ledger.refs[page] == len(holders[page]):
@@ -251,9 +253,10 @@ def test_the_fold_of_events_is_the_pool(seed: int, overlap: bool) -> None:
     assert watched.observer.metrics.dropped["observer"] == 0
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_an_observer_that_lost_events_starts_from_a_snapshot(seed: int) -> None:
-    watched = Watched(seed, ring=64)
+def test_an_observer_that_lost_events_starts_from_a_snapshot(seed: int, overlap: bool) -> None:
+    watched = Watched(seed, ring=64, overlap=overlap)
     rebuilds = 0
     for round_number in range(60):
         for _ in range(40 if round_number % 5 == 0 else 1):

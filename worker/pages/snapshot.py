@@ -4,7 +4,7 @@ Owns nothing. Made on the engine thread by copying columns: about 40 bytes a pag
 """
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from worker.pages.events import PageState
@@ -47,3 +47,5 @@ class PoolSnapshot:
     fingerprints: "array[int]"  # 'Q'
     counts: Mapping[PageState, int]
     sequences: tuple[SequenceView, ...]  # live, oldest first
+    # References that no row has, by owner: what a step in flight still reads, and what is yet to be copied.
+    held: Sequence[tuple[int, Sequence[int]]] = ()

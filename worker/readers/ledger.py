@@ -239,8 +239,9 @@ class Ledger:
 
     def _find_sharers(self, snapshot: PoolSnapshot) -> dict[int, list[int]]:
         sharers: dict[int, list[int]] = {}
-        for view in snapshot.sequences:
-            for page in view.page_ids:
-                if self.refs[page] >= 2 and self.owners[page] != view.owner:
-                    sharers.setdefault(page, []).append(view.owner)
+        holders = [(view.owner, view.page_ids) for view in snapshot.sequences]
+        for owner, pages in (*holders, *snapshot.held):
+            for page in pages:
+                if self.refs[page] >= 2 and self.owners[page] != owner:
+                    sharers.setdefault(page, []).append(owner)
         return sharers

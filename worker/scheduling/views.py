@@ -157,7 +157,8 @@ def unfilled_slots(books: Books) -> int:
         for index in range(num_tokens // size, len(pages)):
             free = min(size, (index + 1) * size - num_tokens)
             found[pages[index]] = min(free, found.get(pages[index], free))
-    return sum(found.values())
+    is_sealed = books.cache.pool.is_sealed  # by the sample that went on in it, where others will copy it
+    return sum(free for page, free in found.items() if not is_sealed(page))
 
 
 def _progress_one_by_one(books: Books) -> Progress:
@@ -206,9 +207,13 @@ def snapshot(books: Books, sequences: tuple[SequenceView, ...]) -> PoolSnapshot:
     """Planes of the pool, completed by what only sequences know: owners and filled slots."""
     planes = books.cache.pool.planes()
     page_size, owners, filled = books.config.page_size, planes.owners, planes.filled_slots
+    held = _held(books)
+    for owner, of_owner in held:
+        for page in of_owner:
+            owners[page] = owner
     for sequence in reversed(books.by_owner.values()):  # who was let in last first: earlier ones count
         pages, num_tokens = sequence.pages, sequence.computed
-        for page in pages:
+        for page in sequence.held_pages:
             owners[page] = sequence.owner
         for index in range(sequence.num_sealed, len(pages)):
             filled[pages[index]] = max(0, min(page_size, num_tokens - index * page_size))
@@ -229,4 +234,12 @@ def snapshot(books: Books, sequences: tuple[SequenceView, ...]) -> PoolSnapshot:
         fingerprints=planes.fingerprints,
         counts=books.cache.pool.counts_by_state(),
         sequences=sequences,
+        held=held,
     )
+
+
+def _held(books: Books) -> list[tuple[Owner, tuple[int, ...]]]:
+    """References that no row of a running sequence has, see PoolSnapshot."""
+    found = [(held.owner, tuple(held.pages)) for held in books.held]
+    running = books.by_owner.items()
+    return found + [(owner, (s.copy_source,)) for owner, s in running if s.copy_source is not None]
