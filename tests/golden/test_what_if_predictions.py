@@ -1,8 +1,8 @@
 """What-if says the same, to the last bit, however fast it is made.
 
 `python -m tests.golden.test_what_if_predictions` predicts again and writes the file: only where a change of
-what the scheduler decides is meant. A recording of a small pool under conversations, samples, priorities and
-cancels; each setting in single tokens and in units of eight.
+what the scheduler decides, or of what is counted, is meant. A recording of a small pool under
+conversations, samples, priorities and cancels; each setting in single tokens and in units of eight.
 """
 
 import hashlib
