@@ -2,14 +2,16 @@
 
 import math
 from array import array
+from dataclasses import replace
 
 import pytest
 
 from kvatlas.constraints.text import ConstraintText
 from kvatlas.v1 import generation_pb2
 from kvatlas.worker.v1 import worker_pb2
+from worker.description import ModelDescription, PoolDescription, WorkerDescription
 from worker.ids import SequenceId
-from worker.link import codec
+from worker.link import codec, status_codec
 from worker.messages import AddAnswer, CallError, CallFailure, CallReason, Ticket
 from worker.scheduling.output import (
     NO_TOKEN,
@@ -23,6 +25,8 @@ from worker.scheduling.output import (
 )
 from worker.scheduling.request import AddOutcome, AddStatus, RequestSpec
 from worker.scheduling.step import TokenLogprob
+from worker.stats import EngineCounts
+from worker.status import first_board
 
 
 def u32(*values: int) -> bytes:
@@ -228,3 +232,17 @@ def test_choices_come_in_their_order_and_most_requests_have_no_constraint() -> N
     params = worker_pb2.SequenceParams(choices=choices)
     assert codec.constraint_text(params) == ConstraintText("choices", choices=("yes", "", "no"))
     assert codec.constraint_text(worker_pb2.SequenceParams()) is None
+
+
+def test_a_step_that_took_hours_is_told() -> None:
+    """A process may be stopped in the middle of one, and then goes on."""
+    assert codec.step_output(1, 7200.0, OutputColumns()).step_us == 0xFFFFFFFF
+
+
+def test_a_wait_of_less_than_a_millisecond_is_told_as_one() -> None:
+    """0 means that nobody knows it."""
+    model, pool = ModelDescription("m", 1000, 64), PoolDescription(4, 16, 2, 64, "lru")
+    board = first_board(WorkerDescription("w", 1, model, pool, 8, 64, 0, (), "", b""), 0.0)
+    board.load = replace(board.load, counts=EngineCounts(estimated_wait_seconds=0.0004))
+    assert status_codec.heartbeat(board, 0.0).estimated_wait_ms == 1
+    assert status_codec.heartbeat(first_board(board.description, 0.0), 0.0).estimated_wait_ms == 0

@@ -200,7 +200,7 @@ def step_output(step: int, seconds: float, columns: OutputColumns) -> worker_pb2
     """One service's share of a step; about ten times cheaper as planes than as a message per token."""
     message = worker_pb2.StepOutput(
         step=step,
-        step_us=int(seconds * 1e6),
+        step_us=min(int(seconds * 1e6), 0xFFFFFFFF),  # a process that was stopped for an hour goes on
         sequence_ids=outer_ids_plane(columns.sequence_ids),
         token_ids=columns.token_ids.tobytes(),
         finish_codes=bytes(columns.finish_codes),

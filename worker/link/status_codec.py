@@ -9,7 +9,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from kvatlas.v1 import cache_pb2, server_pb2
 from kvatlas.worker.v1 import worker_pb2
 from worker.description import VERSION, ModelDescription, WorkerDescription
-from worker.link.codec import PROTOCOL
+from worker.link.codec import PROTOCOL, milliseconds
 from worker.messages import FlushAnswer, PageSlots, PinAnswer, PinnedPrefix, RowsAnswer
 from worker.stats import EngineCounts, PoolTotals
 from worker.status import StatusBoard
@@ -127,7 +127,7 @@ def heartbeat(board: StatusBoard, now: float) -> worker_pb2.Heartbeat:
         ),
         pool=pool_stats(load.pool, load.counts),
         revision=revision(board.description.epoch, load.pool),
-        estimated_wait_ms=min(int(load.counts.estimated_wait_seconds * 1000), 0xFFFFFFFF),
+        estimated_wait_ms=milliseconds(load.counts.estimated_wait_seconds),
         pin_pages=load.counts.pin_pages,
     )
 
