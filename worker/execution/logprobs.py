@@ -52,21 +52,23 @@ def _possible(ids: Sequence[int], values: Sequence[float]) -> tuple[tuple[int, f
 def token_logprobs(logits: Tensor, token_ids: Tensor, max_alternatives: int) -> LogprobTensors:
     """Of token_ids int64 [num_rows] under logits float32 [num_rows, vocab_size].
 
-    Equal log-probabilities share the better rank; among alternatives the lower id comes first.
+    Equal logits share the better rank; among alternatives the lower id comes first. Logits that are not equal
+    may have log-probabilities that are, rounded: order is that of the logits.
     """
-    logprobs = logits.log_softmax(dim=-1)
-    chosen = logprobs.gather(1, token_ids[:, None])
-    values, ids = _best(logprobs, min(max_alternatives, logits.shape[-1]))
-    ranks = (logprobs > chosen).sum(dim=-1) + 1
-    return LogprobTensors(chosen=chosen[:, 0], ranks=ranks, top_values=values, top_ids=ids)
+    logprobs, chosen = logits.log_softmax(dim=-1), token_ids[:, None]
+    ids = _best(logits, min(max_alternatives, logits.shape[-1]))
+    return LogprobTensors(
+        chosen=logprobs.gather(1, chosen)[:, 0],
+        ranks=(logits > logits.gather(1, chosen)).sum(dim=-1) + 1,
+        top_values=logprobs.gather(1, ids),
+        top_ids=ids,
+    )
 
 
-def _best(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    if count == 0:
-        empty = logprobs[:, :0]
-        return empty, empty.long()
-    values, ids = logprobs.topk(count, dim=-1)
+def _best(logits: Tensor, count: int) -> Tensor:
+    """Ids int64 [num_rows, count]."""
+    values, ids = logits.topk(count, dim=-1)
     # topk leaves equals in any order: by id first, then by value with a stable sort.
     ids, by_id = ids.sort(dim=-1)
-    values, by_value = values.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
-    return values, ids.gather(-1, by_value)
+    by_value = values.gather(-1, by_id).argsort(dim=-1, descending=True, stable=True)
+    return ids.gather(-1, by_value)
