@@ -9,7 +9,9 @@ import pytest
 from kvatlas.v1 import cache_pb2 as pb
 from kvatlas.worker.v1 import worker_pb2
 from service.fleet import mirrors
+from service.fleet.feed import NO_PAGE
 from service.fleet.page_mirror import Standing
+from service.handlers.cache_messages import page_event
 from service.request import LostReason
 from service.testing_cache import (
     ACTIVE,
@@ -141,3 +143,26 @@ def test_a_refused_snapshot_is_asked_for_again_as_soon_as_the_workers_state_chan
         assert link.commands == ["snapshot", "snapshot"]
 
     asyncio.run(work())
+
+
+def test_an_event_in_words_says_all_that_its_columns_say() -> None:
+    columns = {
+        "types": 8,
+        "steps": 5,
+        "times_us": 2_000_000,
+        "owners": 9,
+        "ref_counts": 2,
+        "other_page_ids": 3,
+    }
+    told = page_event(4, columns, "r")
+    assert told == pb.PageEvent(
+        number=4,
+        type=pb.PAGE_EVENT_TYPE_COPIED,
+        step=5,
+        time={"seconds": 2},
+        owner=9,
+        request_id="r",
+        ref_count=2,
+        other_page_id=3,
+    )
+    assert not page_event(4, columns | {"other_page_ids": NO_PAGE}, "").HasField("other_page_id")
