@@ -199,7 +199,7 @@ def test_output_to_resume_from_is_such_as_the_request_could_have_had(
         ignore_eos=changes.get("ignore_eos", False),
     )
     spec = spec_of(stop=stops, sampling=pb.SamplingParams(n=changes.get("num_samples", 1)))
-    request = convert.request_from(spec, Call("m"), DefaultSampling(), array("I"))
+    request = convert.request_from(spec, Call("m"), Model(), array("I"))
     found = validate.resumption(ids, request, VOCAB, eos_ids={2})
     assert [violation.path for violation in found] == ([] if path is None else [path])
 
