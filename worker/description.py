@@ -72,4 +72,5 @@ class WorkerDescription:
     attention_backend_reason: str = ""
     device_name: str = ""
     device_memory_bytes: int = 0
+    compute_capability: str = ""  # of a GPU, e.g. sm_90
     versions: Mapping[str, str] = field(default_factory=dict)

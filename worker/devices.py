@@ -50,6 +50,7 @@ class DeviceFacts:
     device: str = "cpu"
     device_name: str = ""
     device_memory_bytes: int = 0
+    compute_capability: str = ""  # of a GPU, e.g. sm_90
     attention_backend: str = ""
     attention_backend_reason: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -496,5 +496,6 @@ def _description(config: WorkerConfig, facts: DeviceFacts, epoch: int, key: byte
         attention_backend_reason=facts.attention_backend_reason,
         device_name=facts.device_name,
         device_memory_bytes=facts.device_memory_bytes,
+        compute_capability=facts.compute_capability,
         versions=facts.versions,
     )

@@ -79,6 +79,7 @@ class TorchDevice:
             device=str(device),
             device_name=_device_name(device),
             device_memory_bytes=_total_bytes(device),
+            compute_capability=_compute_capability(device),
             attention_backend=choice.label,
             attention_backend_reason=choice.reason,
             versions=_versions(),
@@ -273,6 +274,13 @@ def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return platform.processor() or platform.machine()
+
+
+def _compute_capability(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
 
 
 def _versions() -> dict[str, str]:

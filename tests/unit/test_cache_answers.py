@@ -102,6 +102,7 @@ def test_a_page_is_told_with_its_sequences_children_and_last_events() -> None:
         link.touch(8, ACTIVE, owner=3)
         link.planes["parent_page_ids"][8] = 7
         link.planes["flags"][7] = pb.PAGE_FLAG_SEALED
+        link.planes["hit_counts"][7], link.planes["filled_slots"][7] = 3, 16
         link.planes["born_ms"][7], link.planes["used_ms"][7] = 4_000, 9_000
         for owner, pages in ((1, [7]), (2, [7, 9]), (3, [8])):
             link.sequence(owner, pages)
@@ -115,6 +116,7 @@ def test_a_page_is_told_with_its_sequences_children_and_last_events() -> None:
             False,
             2,
         )
+        assert (page.hit_count, page.filled_slots) == (3, 16)
         assert [each.request_id for each in page.sequences] == ["r1", "r2"]
         assert all(not each.page_ids for each in page.sequences)
         assert (page.HasField("parent_page_id"), list(page.child_page_ids)) == (False, [8])

@@ -9,7 +9,9 @@ import pytest
 from kvatlas.v1 import cache_pb2 as pb
 from kvatlas.worker.v1 import worker_pb2
 from service.fleet import mirrors
+from service.fleet.feed import NO_PAGE
 from service.fleet.page_mirror import Standing
+from service.handlers.cache_messages import page_event
 from service.request import LostReason
 from service.testing_cache import (
     ACTIVE,
@@ -105,6 +107,73 @@ def test_a_new_life_begins_a_new_ring_of_events() -> None:
     asyncio.run(work())
 
 
+def test_a_feed_that_falls_silent_costs_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirrors, "SILENCE_SECONDS", 3600.0)
+
+    async def work() -> None:
+        link = ScriptedLink(page_count=10)
+        stage = CacheStage(link)
+        await stage.welcome()
+        (kept,) = stage.mirrors.kept
+        stage.mirrors.link_beat(cast(Any, link))
+        assert (kept.is_live, kept.mirror.standing) == (True, Standing.CURRENT)
+        kept.fed_time -= mirrors.SILENCE_SECONDS
+        assert not kept.is_live
+        stage.mirrors.link_beat(cast(Any, link))
+        assert kept.mirror.standing is Standing.BEHIND
+        await until(lambda: kept.is_live)
+        assert link.commands == ["snapshot", "snapshot"]
+
+    asyncio.run(work())
+
+
+def test_events_are_followed_for_a_while_after_their_last_use() -> None:
+    async def work() -> None:
+        link = ScriptedLink(page_count=10)
+        link.touch(7, ACTIVE, owner=1)
+        stage = CacheStage(link)
+        await stage.welcome()
+        (kept,) = stage.mirrors.kept
+        request = pb.GetPageRequest(page_id=7, event_limit=10)
+        await stage.servicer.GetPage(request, None)
+        stage.mirrors.link_beat(cast(Any, link))
+        assert b"e" in link.topics
+        kept._events_used -= mirrors.EVENTS_KEPT_SECONDS + 1
+        stage.mirrors.link_beat(cast(Any, link))
+        assert b"e" not in link.topics
+        await stage.servicer.GetPage(request, None)
+        assert b"e" in link.topics
+        assert link.commands.count("replay") == 2
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("end", ["lost", "closed", "removed"])
+def test_nothing_is_asked_any_more_of_a_worker_that_is_gone(end: str) -> None:
+    """Who waits for its events gets what is there."""
+
+    async def work() -> None:
+        link = ScriptedLink(page_count=10)
+        stage = CacheStage(link)
+        await stage.welcome()
+        (kept,) = stage.mirrors.kept
+        link.replay_gate = asyncio.Event()
+        before = asyncio.all_tasks()
+        waiting = asyncio.ensure_future(kept.events())
+        await until(lambda: "replay" in link.commands)
+        if end == "lost":
+            stage.mirrors.link_lost(cast(Any, link), LostReason.CRASH)
+        elif end == "closed":
+            stage.mirrors.close()
+        else:
+            stage.mirrors.link_removed(cast(Any, link))
+            assert kept.is_gone
+        assert await waiting is kept.ring
+        assert asyncio.all_tasks() <= before
+
+    asyncio.run(work())
+
+
 def test_sequences_that_the_worker_no_longer_has_do_not_stay() -> None:
     """A worker that says twice that it is idle ended what the mirror still holds."""
 
@@ -141,3 +210,26 @@ def test_a_refused_snapshot_is_asked_for_again_as_soon_as_the_workers_state_chan
         assert link.commands == ["snapshot", "snapshot"]
 
     asyncio.run(work())
+
+
+def test_an_event_in_words_says_all_that_its_columns_say() -> None:
+    columns = {
+        "types": 8,
+        "steps": 5,
+        "times_us": 2_000_000,
+        "owners": 9,
+        "ref_counts": 2,
+        "other_page_ids": 3,
+    }
+    told = page_event(4, columns, "r")
+    assert told == pb.PageEvent(
+        number=4,
+        type=pb.PAGE_EVENT_TYPE_COPIED,
+        step=5,
+        time={"seconds": 2},
+        owner=9,
+        request_id="r",
+        ref_count=2,
+        other_page_id=3,
+    )
+    assert not page_event(4, columns | {"other_page_ids": NO_PAGE}, "").HasField("other_page_id")

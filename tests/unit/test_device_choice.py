@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from worker.config import ConfigError, WorkerConfig
 from worker.devices import FakeDevice
 from worker.execution.runner import Runner
 from worker.link.server import EngineLink
 from worker.process import WorkerProcess
-from worker.torch_device import TorchDevice
+from worker.torch_device import TorchDevice, _compute_capability
 
 TINY = WorkerConfig(model="random:tiny", num_pages=8, page_size=4, metrics_port=-1)
 
@@ -30,6 +31,12 @@ def test_an_unknown_backend_is_refused_by_name() -> None:
     config = replace(TINY, attention_backend="fastest").resolved(model_context=64, automatic_pages=8)
     with pytest.raises(ConfigError, match="fastest"):
         TorchDevice().build(config)
+
+
+def test_a_gpu_is_told_with_its_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert _compute_capability(torch.device("cuda:0")) == "sm_90"
+    assert _compute_capability(torch.device("cpu")) == ""
 
 
 def test_the_choice_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,15 +10,23 @@ from kvatlas.v1 import cache_pb2
 from kvatlas.worker.v1 import worker_pb2
 from service.fleet import page_codec
 from service.fleet.event_ring import EventRing as MirroredRing
-from service.fleet.feed import NO_PAGES, PLANES, PoolTotals, SequenceRecord
+from service.fleet.feed import NO_PAGES, PLANES, EndedSequence, PoolTotals, Revision, SequenceRecord
+from service.fleet.page_watch import MapChange
 from service.handlers import cache_messages
 from service.handlers.cache_messages import Viewer
+from worker.description import ModelDescription, PoolDescription, WorkerDescription
 from worker.ids import Owner, PageId, Row, SequenceId
 from worker.link import page_codec as workers_codec
 from worker.pages.events import EventColumns, EventRing
 from worker.readers.delta import FeedDelta, PagePlanes
-from worker.stats import SequenceState, SequenceView, WaitReason
+from worker.stats import EngineCounts, SequenceState, SequenceView, WaitReason
+from worker.stats import PoolTotals as WorkersTotals
 
+WORKER = WorkerDescription(
+    "w", 6, ModelDescription("m", 97, 128), PoolDescription(60, 4, 8, 128, "lru"), 8, 128, 1, (), "", b""
+)
+POOL = WorkersTotals(8, 7, 40, 11, 5, 4, 1, shared_pages=2, references=13, unfilled_slots=12)
+COUNTS = EngineCounts(hit_tokens_total=64, preemptions_total=3)
 ADMIN, STRANGER, OWN = Viewer(is_admin=True), Viewer("other"), Viewer("acme")
 
 
@@ -76,9 +84,18 @@ def test_a_delta_survives_the_wire_with_ends_apart_from_changes() -> None:
         ended_owners=[9],
         ended_waiting=[view(request_id="w", owner=0)],
     )
-    message = worker_pb2.PageFeed(base_number=5)
-    _fill(message, delta)
+    message = workers_codec.delta_feed(
+        delta, description=WORKER, pool=POOL, counts=COUNTS, num_events=4, time_ns=1_700_000_000_123_456_789
+    )
     decoded = page_codec.decode_delta(message.SerializeToString())
+    assert (decoded.base_number, decoded.revision) == (5, Revision(epoch=6, number=8, step=7))
+    assert decoded.observe_time_ns == 1_700_000_000_123_456_789
+    assert (decoded.totals.free_pages, decoded.totals.shared_pages, decoded.totals.wasted_slots) == (
+        40,
+        2,
+        12,
+    )
+    assert (decoded.totals.hit_tokens_total, decoded.totals.preemptions_total) == (64, 3)
     assert decoded.page_ids.tolist() == [1, 4, 8]
     for name, plane in zip(
         PLANES, (getattr(pages, field) for field in PagePlanes.__dataclass_fields__), strict=True
@@ -93,16 +110,43 @@ def test_a_delta_survives_the_wire_with_ends_apart_from_changes() -> None:
     assert ("w", 2) in [(ended.request_id, ended.choice_index) for ended in decoded.ended]
 
 
-def _fill(message: worker_pb2.PageFeed, delta: FeedDelta) -> None:
-    """As `delta_feed` does, without the worker's description."""
-    message.revision.number = 8
-    message.delta.page_ids = delta.page_ids.tobytes()
-    message.delta.pages.CopyFrom(workers_codec.page_map(delta.pages))
-    message.delta.sequences.extend(workers_codec.sequence_info(each) for each in delta.sequences)
-    message.delta.sequences.extend(workers_codec.ended_info(each) for each in delta.ended_waiting)
-    message.delta.ended_owners = array("H", delta.ended_owners).tobytes()
-    message.delta.progress.owners = delta.progress_owners.tobytes()
-    message.delta.progress.token_counts = delta.progress_tokens.tobytes()
+def test_what_a_worker_tells_of_a_sequence_is_what_an_admin_is_told() -> None:
+    waits = view(first_page_index=0, wait_reason=WaitReason.PAGES, needed_pages=5)
+    told = workers_codec.sequence_info(waits)
+    set_fields = {field.name for field, _ in told.ListFields()}
+    assert set_fields == {field.name for field in told.DESCRIPTOR.fields} - {"first_page_index"}
+    assert cache_messages.sequence(page_codec.decode_sequence(told).record, ADMIN, 90) == told
+
+
+def test_a_watcher_is_told_what_changed_in_the_form_in_which_the_worker_told_it() -> None:
+    change = MapChange(
+        base_number=5,
+        revision=Revision(6, 8, 7),
+        observe_time_ns=1,
+        totals=PoolTotals(),
+        page_ids=np.array([1, 4], np.uint32),
+        planes={"states": np.array([2, 3], np.uint8)},
+        sequences=[(record(pages=3), 1, 9), (record("rest", owner=0), 0, 0)],
+        progress_owners=np.array([2, 3], np.uint16),
+        progress_tokens=np.array([20, 30], np.uint32),
+        ended_owners=np.array([9], np.uint16),
+        ended=[EndedSequence("mine", 1, "acme"), EndedSequence("other's", 2, "rest")],
+    )
+    told = cache_messages.delta(change, OWN, with_sequences=True, merged_events=3)
+    assert (told.page_ids, told.pages.states, told.merged_events) == (
+        bytes((1, 0, 0, 0, 4, 0, 0, 0)),
+        b"\2\3",
+        3,
+    )
+    assert [each.request_id for each in told.sequences] == ["r-1", "mine"]
+    changed, ended = told.sequences
+    assert (changed.first_page_index, changed.token_count, changed.owner) == (1, 9, 7)
+    assert np.frombuffer(changed.page_ids, "<u4").tolist() == [1, 2]
+    assert (ended.choice_index, ended.state) == (1, 0)
+    assert (told.progress.owners, told.ended_owners) == (bytes((2, 0, 3, 0)), bytes((9, 0)))
+    assert np.frombuffer(told.progress.token_counts, "<u4").tolist() == [20, 30]
+    alone = cache_messages.delta(change, OWN, with_sequences=False, merged_events=3)
+    assert {field.name for field, _ in alone.ListFields()} == {"page_ids", "pages", "merged_events"}
 
 
 def test_events_survive_the_wire_both_ways() -> None:

@@ -3,7 +3,9 @@
 import errno
 import os
 import resource
+import zlib
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import closing
 from itertools import pairwise
@@ -16,7 +18,7 @@ from worker.execution.testing import numbers, small_config
 from worker.readers.ledger import Ledger
 from worker.readers.prefix_keys import PrefixKeys
 from worker.readers.recorder import MAX_WAITING_CALLS, RecorderBusy, RecordingOptions
-from worker.readers.recording_file import DamagedRecording, read_ends, read_frames
+from worker.readers.recording_file import CHECKSUM_TAG, DamagedRecording, read_ends, read_frames
 from worker.readers.recording_store import (
     KEPT_RECORDINGS,
     EndCause,
@@ -452,25 +454,39 @@ def test_recordings_in_a_folder_that_can_only_be_read_are_listed(
         RecordingStore(tmp_path, "worker-0").new_path()
 
 
+def raw_frame(content: bytes) -> bytes:
+    """With a right checksum, whatever it holds."""
+    body = content + CHECKSUM_TAG + zlib.crc32(content).to_bytes(4, "little")
+    return bytes((len(body),)) + body
+
+
 @pytest.mark.parametrize(
-    ("damage", "why"),
+    ("damage", "why", "place"),
     [
-        (lambda data: data[:-3], "the file ends within a frame"),
-        (lambda data: data[:200] + bytes([data[200] ^ 4]) + data[201:], "checksum"),
-        (lambda data: b"", "no header"),
-        (lambda data: b"\xff\xff\xff\xff\xff" + data, "is not possible"),
+        (lambda data: data[:-3], "the file ends within a frame", -1),
+        (lambda data: data + b"\x85", "the file ends within the length of a frame", None),
+        (lambda data: data[:200] + bytes([data[200] ^ 4]) + data[201:], "checksum [0-9a-f]{8}, the frame", 1),
+        (lambda data: data + b"\x06" + bytes(6), "a frame without a checksum", None),
+        (lambda data: data + raw_frame(b"\xff\xff"), "a frame that cannot be parsed", None),
+        (lambda data: data + b"\x04" + bytes(4), "a frame of 4 bytes is not possible", None),
+        (lambda data: b"", "no header", 0),
+        (lambda data: b"\xff\xff\xff\xff\xff" + data, "is not possible", 0),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_file_is_named_by_the_byte(
-    worker: RecordedWorker, damage: Callable[[bytes], bytes], why: str
+    worker: RecordedWorker, damage: Callable[[bytes], bytes], why: str, place: int | None
 ) -> None:
+    """At which the frame begins; ``place``: of which frame, None: of what comes behind all of them."""
     worker.recorder.start_recording(RecordingOptions())
     run(worker, 30)
     path = path_of(worker, worker.recorder.stop_recording("").recording_id)
-    path.write_bytes(damage(path.read_bytes()))
+    data, offsets = path.read_bytes(), [each.offset for each in read_frames(path)]
+    if place == 1:
+        place = bisect_right(offsets, 200) - 1
+    path.write_bytes(damage(data))
     with pytest.raises(DamagedRecording, match=why) as damaged:
         open_recording(path).run()
-    assert 0 <= damaged.value.offset <= path.stat().st_size
+    assert damaged.value.offset == (len(data) if place is None else offsets[place])
 
 
 def test_header_and_end_are_found_without_reading_what_is_between(worker: RecordedWorker) -> None:
@@ -481,6 +497,22 @@ def test_header_and_end_are_found_without_reading_what_is_between(worker: Record
     assert header.recording_id == info.recording_id
     assert end is not None
     assert end.event_count == info.num_events
+
+
+def test_a_recording_without_a_whole_end_has_a_header_alone(worker: RecordedWorker) -> None:
+    worker.recorder.start_recording(RecordingOptions())
+    run(worker, 30)
+    path = path_of(worker, worker.recorder.stop_recording("").recording_id)
+    data, (*_, before, last) = path.read_bytes(), [each.offset for each in read_frames(path)]
+    cuts = [data[:before], data[:last], data[:-1], data + b"\x06", data + b"\x85"]
+    for cut in (*cuts, data[:-1] + bytes([data[-1] ^ 1])):
+        path.write_bytes(cut)
+        header, end = read_ends(path)
+        assert (header.recording_id, end) == (path.stem, None)
+    for none in (b"", data[last:]):
+        path.write_bytes(none)
+        with pytest.raises(DamagedRecording, match="no header"):
+            read_ends(path)
 
 
 def arrival(number: int, prompt: int) -> Arrival:

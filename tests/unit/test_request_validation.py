@@ -172,6 +172,38 @@ def test_stream_options_have_limits_too() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("ids", "changes", "path"),
+    [
+        ([5, VOCAB - 1], {}, None),
+        ([5, VOCAB], {}, "resume_after.ids"),
+        ([9, 5], {"stop_ids": [9]}, None),  # it is not the last
+        ([5, 9], {"stop_ids": [9], "min_tokens": 2}, None),  # nor did it end the answer below min_tokens
+        ([5, 9], {"stop_ids": [9], "min_tokens": 1}, "resume_after"),
+        ([5, 2], {}, "resume_after"),
+        ([5, 2], {"ignore_eos": True}, None),
+        ([5, 2], {"min_tokens": 2}, None),
+        ([5, 9], {"stop_ids": [9], "ignore_eos": True}, "resume_after"),
+        ([5, 6, 7], {}, None),
+        ([5, 6, 7, 8], {}, "resume_after"),  # max_tokens
+        ([5], {"num_samples": 2}, "resume_after"),
+    ],
+)
+def test_output_to_resume_from_is_such_as_the_request_could_have_had(
+    ids: list[int], changes: dict[str, Any], path: str | None
+) -> None:
+    stops = pb.StopCriteria(
+        max_tokens=4,
+        min_tokens=changes.get("min_tokens", 0),
+        stop_token_ids=changes.get("stop_ids", ()),
+        ignore_eos=changes.get("ignore_eos", False),
+    )
+    spec = spec_of(stop=stops, sampling=pb.SamplingParams(n=changes.get("num_samples", 1)))
+    request = convert.request_from(spec, Call("m"), Model(), array("I"))
+    found = validate.resumption(ids, request, VOCAB, eos_ids={2})
+    assert [violation.path for violation in found] == ([] if path is None else [path])
+
+
 def test_a_cancellation_names_1_to_256_ids() -> None:
     for ids, wrong in (([], True), (["a"] * 256, False), (["a"] * 257, True), (["a", ""], True)):
         assert bool(validate.cancellation(pb.CancelGenerationRequest(request_ids=ids))) == wrong

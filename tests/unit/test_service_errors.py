@@ -10,7 +10,7 @@ from service.errors import Failure, Violation
 from service.fleet.codec import CommandReply
 from service.fleet.command_desk import CommandFailed
 from service.handlers.asking import failure_of
-from service.handlers.verdicts import refusal_of
+from service.handlers.verdicts import outcome_of, refusal_of
 from service.request import AddOutcome, AddStatus, Output, Request, Sampling, Stops
 
 FAILURES = [
@@ -155,3 +155,26 @@ def test_what_a_worker_refuses_names_its_fields_as_what_the_service_refuses(
     assert failure.message == message
     assert [violation.path for violation in failure.violations] == paths
     assert ("BadRequest" in kinds) == bool(paths)
+
+
+def of_status(status: grpc.StatusCode) -> Failure:
+    return Failure(status, "", "")
+
+
+@pytest.mark.parametrize(
+    ("failure", "was_admitted", "was_cancelled", "outcome"),
+    [
+        (None, True, False, "completed"),
+        (None, True, True, "cancelled"),
+        (of_status(grpc.StatusCode.DEADLINE_EXCEEDED), True, False, "deadline"),
+        (of_status(grpc.StatusCode.DEADLINE_EXCEEDED), False, False, "deadline"),
+        (of_status(grpc.StatusCode.CANCELLED), False, False, "cancelled"),
+        (of_status(grpc.StatusCode.INTERNAL), True, False, "failed"),
+        (of_status(grpc.StatusCode.INTERNAL), True, True, "failed"),
+        (of_status(grpc.StatusCode.UNAVAILABLE), False, False, "rejected"),
+    ],
+)
+def test_what_became_of_a_request_is_one_label(
+    failure: Failure | None, was_admitted: bool, was_cancelled: bool, outcome: str
+) -> None:
+    assert outcome_of(failure, was_admitted=was_admitted, was_cancelled=was_cancelled) == outcome

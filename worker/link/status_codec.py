@@ -55,6 +55,7 @@ def worker_info(board: StatusBoard) -> server_pb2.WorkerInfo:
         version=VERSION,
         device_name=description.device_name,
         device_memory_bytes=description.device_memory_bytes,
+        compute_capability=description.compute_capability,
         attention_backend=description.attention_backend,
         attention_backend_reason=description.attention_backend_reason,
         versions=description.versions,

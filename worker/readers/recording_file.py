@@ -107,7 +107,12 @@ def read_ends(path: Path) -> tuple[cache_pb2.RecordingHeader, cache_pb2.Recordin
             raise DamagedRecording(0, "no header: this is no recording")
         size, offset, last = path.stat().st_size, file.tell(), 0
         while offset < size:
-            length = _read_length(file, offset)
+            try:
+                length = _read_length(file, offset)
+            except DamagedRecording:
+                if file.tell() < size:
+                    raise
+                break  # it ends within a length
             last, offset = offset, file.tell() + (length or 0)
             file.seek(offset)
         return frame.header, _end_at(file, last) if last and offset == size else None
