@@ -1,10 +1,11 @@
 """Compiles kernels before their first launch, several at once: a start need not wait for them one by one.
 
-Knows no kernel: what is launched within `compiling` is compiled instead of run, by processes where some were
+Knows no kernel: what is launched within `asking` is compiled instead of run, by processes where some were
 begun (kernels.compile_processes), else by threads. These begin when all is known, since compilers leave the
-interpreter no time to ask for more. Each kernel is loaded by the thread that compiled it, or had it compiled,
-with its launcher, which Triton 3.6 builds with the C compiler. Where nothing is compiled, in Triton's
-interpreter, launches within it run as ever.
+interpreter no time to ask for more. Kernels come in groups: those of the first can be launched while later
+ones are compiled. Each kernel is loaded by the thread that compiled it, or had it compiled, with its
+launcher, which Triton 3.6 builds with the C compiler. Where nothing is compiled, in Triton's interpreter,
+launches within it run as ever.
 """
 
 import logging
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from heapq import heappop, heappush
+from itertools import chain
 from threading import Lock
 from typing import Any
 
@@ -33,60 +35,98 @@ log = logging.getLogger(__name__)
 
 
 class CompileQueue(Executor):
-    """Takes what there is to compile and has it compiled, before `compile_all` only if `begins_at_once`.
+    """Takes what there is to compile and has it compiled, before anybody waits only if `begins_at_once`.
 
-    A few variants of every kernel, then the next few, long kernels first: one that takes longest is then not
-    the last to begin, whichever it is. Each is loaded on the device as soon as it is compiled.
+    Group after group; within one a few variants of every kernel, then the next few, long kernels first: one
+    that takes longest is then not the last to begin, whichever it is. Each is loaded on the device as soon as
+    it is compiled.
     """
 
     def __init__(self, executor: Executor, device: torch.device, *, begins_at_once: bool = False) -> None:
         self.source = ""  # of the kernel that is asked for, before it is submitted
+        self.asked: dict[int, Any] = {}  # kernels by their id, those that were compiled before too
         self._executor = executor
         self._device = device
-        self._begins_at_once = begins_at_once
+        self._has_begun = begins_at_once
         self._variants: Counter[str] = Counter()
-        self._futures: list[Future[Any]] = []
+        self._groups: list[list[Future[Any]]] = [[]]
         self._lock = Lock()  # of the next
-        self._waiting: list[tuple[tuple[int, int, int], Future[Any], Callable[[], Any]]] = []
+        self._waiting: list[tuple[tuple[int, int, int, int], Future[Any], Callable[[], Any]]] = []
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Launches only ask for their kernel: those of the newest group. Outputs of the launches are left as
+        they are, so nothing may depend on their values. One thread at a time.
+        """
+        run: Callable[..., Any] = JITFunction.run
+
+        def ask(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            self.source = kernel.src
+            compiled = run(kernel, *arguments, grid=grid, warmup=True, **options)
+            self.asked[id(compiled)] = compiled
+            return compiled
+
+        JITFunction.run = ask
+        set_compiling(True)
+        try:
+            yield
+        finally:
+            JITFunction.run = run
+            set_compiling(False)
+
+    def next_group(self) -> None:
+        """What is asked for from now on is compiled behind what was asked for before."""
+        self._groups.append([])
 
     def submit(self, task: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
         """See Executor."""
         future: Future[Any] = Future()
-        order = (self._variants[self.source] // VARIANTS_AT_A_TIME, -len(self.source), len(self._futures))
+        turn = self._variants[self.source] // VARIANTS_AT_A_TIME
+        count = sum(map(len, self._groups))
+        order = (len(self._groups), turn, -len(self.source), count)
         self._variants[self.source] += 1
-        self._futures.append(future)
+        self._groups[-1].append(future)
         with self._lock:
             heappush(self._waiting, (order, future, lambda: task(*arguments, **options)))
-        if self._begins_at_once:
+        if self._has_begun:
             self._executor.submit(self._compile_next)
         return future
 
+    def compile_group(self, number: int) -> None:
+        """Waits until those of a group are compiled and loaded; raises what their compiler raised."""
+        self._begin()
+        for future in self._groups[number]:
+            future.result()
+
     def compile_all(self) -> None:
         """Waits until all are compiled and loaded."""
-        for _ in range(0 if self._begins_at_once else len(self._futures)):
-            self._executor.submit(self._compile_next)
-        wait(self._futures)
+        self._begin()
+        wait([future for group in self._groups for future in group])
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more will be compiled: whoever waits gets this error."""
+        for future in chain.from_iterable(self._groups):
+            with suppress(InvalidStateError):  # compiled already, perhaps this very moment
+                future.set_exception(error)
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            for _ in chain.from_iterable(self._groups):
+                self._executor.submit(self._compile_next)
 
     def _compile_next(self) -> None:
         with self._lock:
             _, future, task = heappop(self._waiting)
         _compile_and_load(future, task, self._device)
 
-    def fail(self, error: BaseException) -> None:
-        """Nothing more will be compiled: whoever waits gets this error."""
-        for future in self._futures:
-            with suppress(InvalidStateError):  # compiled already, perhaps this very moment
-                future.set_exception(error)
-
 
 @contextmanager
-def compiling(device: torch.device) -> Iterator[None]:
-    """Launches only ask for their kernel; the end waits for all of them and raises what the compiler raised.
-
-    Outputs of the launches are left as they are, so nothing may depend on their values. One thread at a time.
+def compile_queue(device: torch.device) -> Iterator[CompileQueue]:
+    """Takes what is asked for within `asking`; the end waits for all of it and raises what the compiler
+    raised. Kernels of a group that is compiled can be launched meanwhile, between two askings.
     """
     load_apart()
-    kernels: dict[int, Any] = {}
     with ExitStack() as stack:
         threads = min(MAX_THREADS, os.cpu_count() or 1)
         if (processes := take_begun()) is not None:
@@ -97,36 +137,23 @@ def compiling(device: torch.device) -> Iterator[None]:
         stack.enter_context(_binaries_alone())
         stack.enter_context(AsyncCompileMode(queue))  # its end tells kernels what was compiled for them
         try:
-            with _asking(queue, kernels):
-                yield
+            yield queue
             queue.compile_all()
         except BaseException as error:  # a signal's SystemExit too: nobody may wait for a kernel for ever
             queue.fail(error)
             raise
     if processes is not None:
         processes.mark_compiled()
-    for kernel in kernels.values():  # those that were compiled before, too
+    for kernel in queue.asked.values():  # those that were compiled before, too
         if not isinstance(kernel, FutureKernel):
             kernel._init_handles()
 
 
 @contextmanager
-def _asking(queue: CompileQueue, kernels: dict[int, Any]) -> Iterator[None]:
-    run: Callable[..., Any] = JITFunction.run
-
-    def ask(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        queue.source = self.src
-        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
-        kernels[id(kernel)] = kernel
-        return kernel
-
-    JITFunction.run = ask
-    set_compiling(True)
-    try:
+def compiling(device: torch.device) -> Iterator[None]:
+    """Launches only ask for their kernel, all in one group: see CompileQueue.asking."""
+    with compile_queue(device) as queue, queue.asking():
         yield
-    finally:
-        JITFunction.run = run
-        set_compiling(False)
 
 
 @contextmanager

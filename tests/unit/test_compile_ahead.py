@@ -76,6 +76,45 @@ def test_nothing_begins_before_all_is_known() -> None:
         queue.fail(KeyError("asked wrongly"))
 
 
+def test_a_group_is_there_before_later_ones_begin() -> None:
+    """One thread: who waits for the first group goes on while the second is compiled; what is asked for then
+    begins at once.
+    """
+    log, hold = list[str](), Event()
+
+    def compile_slowly() -> Compiled:
+        hold.wait()
+        return Compiled("slow", log)
+
+    with ThreadPoolExecutor(1) as executor:
+        queue = CompileQueue(executor, CPU)
+        queue.source = "short"
+        queue.submit(lambda: Compiled("first", log))
+        queue.next_group()
+        queue.source = "a long source, which comes first within a group"
+        slow = queue.submit(compile_slowly)
+        queue.compile_group(0)
+        assert log == ["load first"]
+        late = queue.submit(lambda: Compiled("late", log))
+        assert not slow.done()
+        hold.set()
+        queue.compile_group(1)
+        assert late.result(0).name == "late"
+    assert log == ["load first", "load slow", "load late"]
+
+
+def test_who_waits_for_a_group_hears_that_its_compiler_failed() -> None:
+    def fail() -> None:
+        raise ValueError("no such tile")
+
+    with ThreadPoolExecutor(1) as executor:
+        queue = CompileQueue(executor, CPU)
+        queue.submit(fail)
+        queue.next_group()
+        with pytest.raises(ValueError, match="no such tile"):
+            queue.compile_group(0)
+
+
 def test_a_compiler_that_fails_is_heard_by_who_waits_and_no_other() -> None:
     log = list[str]()
 
@@ -152,6 +191,36 @@ print("launch", len(gpu.loaded), gpu.launched)
 """
 
 
+GROUPS = (
+    PROGRAM[: PROGRAM.index("with compiling")]
+    + """
+from kernels.compile_ahead import compile_queue
+from triton import compiler, knobs
+compile_here, done = compiler.compile, []
+
+def note(source, **options):
+    kernel = compile_here(source, **options)
+    done.append(source.constants[2,])
+    return kernel
+
+compiler.compile = note
+with compile_queue(torch.device("cpu")) as queue:
+    with queue.asking():
+        ask(32)
+        queue.next_group()
+        ask(64)
+    queue.compile_group(0)
+    ask(32)
+    print("launched", gpu.launched, 32 in done)
+    ask(128)  # nobody asked for it: who launches it waits
+    print("launched", gpu.launched)
+print("all", sorted(done), len(gpu.loaded))
+ask(64)
+print("no more", len(done), gpu.launched)
+"""
+)
+
+
 def test_launches_within_it_compile_and_load_once_and_launch_nothing(
     run_on_absent_gpu: Callable[[str], list[str]],
 ) -> None:
@@ -162,4 +231,15 @@ def test_launches_within_it_compile_and_load_once_and_launch_nothing(
         "kept ['.cubin']",
         "again 2 []",
         "launch 2 ['double']",
+    ]
+
+
+def test_kernels_of_a_group_are_launched_while_others_are_compiled(
+    run_on_absent_gpu: Callable[[str], list[str]],
+) -> None:
+    assert run_on_absent_gpu(GROUPS) == [
+        "launched ['double'] True",
+        "launched ['double', 'double']",
+        "all [32, 64, 128] 3",
+        "no more 3 ['double', 'double', 'double']",
     ]

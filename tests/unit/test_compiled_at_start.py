@@ -82,7 +82,8 @@ def asked_at_start(runner: CudaRunner, max_running: int, max_step_tokens: int) -
     limits = {"max_step_tokens": max_step_tokens, "max_running": max_running}
     steps = warm_steps(**limits, max_context=width, dummy_row=max_running)
     with launches_recorded(keys), torch.inference_mode():
-        runner._run_every_kernel(steps)
+        for run in runner.kernel_groups(steps):
+            run()
     return keys
 
 

@@ -7,7 +7,7 @@ same kernels and some more (worker/execution/special_rows.py): its other rows ar
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.backend import GraphBackend
 from kernels.batch import LastQueries
-from kernels.compile_ahead import compiling
+from kernels.compile_ahead import compile_queue
 from kernels.compile_watch import CompileWatch
 from kernels.sample import make_scratch, sample
 from kernels.sample_columns import SampleRow, make_columns, write_rows
@@ -118,17 +118,17 @@ class CudaRunner(TorchRunner):
             return
         steps = self.warm_steps()
         if self._attention.name == "triton":
-            asking = log_phase(log, "ask_for_kernels")  # the compilers begin at its end
-            with log_phase(log, "compile"), compiling(self._device), asking, self._fused.shallow():
-                self._run_every_kernel(steps)
+            with compile_queue(self._device) as queue:
+                with log_phase(log, "ask_for_kernels"), queue.asking(), self._fused.shallow():
+                    for run in self.kernel_groups(steps):
+                        run()
+                        queue.next_group()
+                self._capture_all(capture, queue.compile_group)
+                with log_phase(log, "compile_rest"):
+                    queue.compile_all()
         else:  # a library's kernels would run, on what ours did not compute
             self.run_bodies()
-        if capture:
-            with log_phase(log, "capture"):
-                self.graphs.capture_all()
-            with log_phase(log, "capture_prompts"):
-                self.prompt_graphs.capture_all()
-                self.prompt_steps.capture_all()
+            self._capture_all(capture)
         with log_phase(log, "warm_steps"):
             for step in steps:
                 self._run_dummies(step)
@@ -153,13 +153,29 @@ class CudaRunner(TorchRunner):
         with self._fused.shallow():
             self.graphs.run_bodies()
 
-    def _run_every_kernel(self, steps: Sequence[Step]) -> None:
-        """Launches all that requests can need."""
-        self.graphs.run_bodies()
-        self.prompt_steps.run_bodies()
-        for step in steps:
-            self._run_dummies(step)
-        self._draw_dummies()
+    def kernel_groups(self, steps: Sequence[Step]) -> tuple[Callable[[], None], ...]:
+        """What launches all that requests can need: of decode graphs, of steps with prompts, of the rest."""
+
+        def run_prompts() -> None:
+            self.prompt_steps.run_bodies()
+            for step in steps:
+                self._run_dummies(step)
+
+        return self.graphs.run_bodies, run_prompts, self._draw_dummies
+
+    def _capture_all(self, capture: bool, compile_group: Callable[[int], None] = lambda number: None) -> None:
+        """The graphs of each of the first two groups, as soon as its kernels are there."""
+        with log_phase(log, "compile"):
+            compile_group(0)
+        if capture:
+            with log_phase(log, "capture"):
+                self.graphs.capture_all()
+        with log_phase(log, "compile_prompts"):
+            compile_group(1)
+        if capture:
+            with log_phase(log, "capture_prompts"):
+                self.prompt_graphs.capture_all()
+                self.prompt_steps.capture_all()
 
     def _run_dummies(self, step: Step) -> None:
         """An eager step without its results; its rows are the dummy row."""
