@@ -274,7 +274,7 @@ ELSEWHERE = [
     Fault(
         "two models are served as one",
         "service/fleet/workers.py",
-        "if other.facts.model_id != facts.model_id:",
+        "if other.facts.model_id != facts.model_id != self._model_id:",
         "if not other.facts.model_id:",
         ("tests/integration/test_unlike_workers.py",),
     ),

@@ -29,8 +29,8 @@ class Credentials:
     """All empty: plaintext and nobody in particular, as on the loopback.
 
     `token_file` is read again with each call, so that a rotated secret is followed. The PEM files are
-    read when a channel is opened. Any of them, or `use_tls` (the roots of gRPC), makes the channel TLS, but for
-    a unix socket's: the same settings serve for a public address and an operator's socket.
+    read when a channel is opened. Any of them, or `use_tls` (the roots of gRPC), makes the channel TLS,
+    but for a unix socket's: the same settings serve for a public address and an operator's socket.
     """
 
     token: str = field(default="", repr=False)
