@@ -51,15 +51,15 @@ def main(arguments: Sequence[str]) -> int:
         tokenizer, digest = Tokenizer.load(files), tokenizer_digest(files)
         logger.info("event=phase phase=tokenizer seconds=%.6g", time.monotonic() - began)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config, tokenizer, digest))
+            runner.run(_serve(config, tokenizer, digest, files.model_id))
     except (ConfigError, ModelError, ListenError, ValueError) as error:
         logger.error("event=start_failed reason=%s why=%r", start_reason(error), str(error))
         return START_STATUS
     return 0
 
 
-async def _serve(config: ServiceConfig, tokenizer: Tokenizer, digest: str) -> None:
-    service = Service(config, tokenizer, digest)
+async def _serve(config: ServiceConfig, tokenizer: Tokenizer, digest: str, model_id: str) -> None:
+    service = Service(config, tokenizer, digest, model_id)
     signals = 0
 
     def on_signal() -> None:

@@ -89,7 +89,9 @@ class ListenError(Exception):
 class Service:
     """One service process. Made on the event loop; start(), then drain() once, ends everything."""
 
-    def __init__(self, config: ServiceConfig, tokenizer: Tokenizer, tokenizer_sha256: str) -> None:
+    def __init__(
+        self, config: ServiceConfig, tokenizer: Tokenizer, tokenizer_sha256: str, model_id: str
+    ) -> None:
         loop = asyncio.get_running_loop()
         registry = CollectorRegistry()
         metrics = ServiceMetrics(
@@ -118,6 +120,7 @@ class Service:
                 instance_id=config.instance,
                 service_epoch=time.time_ns(),
                 version=VERSION,
+                model_id=model_id,
                 accept=self._accept,
                 stall_seconds=config.stall_seconds,
                 keys=_seam_keys(config),

@@ -129,6 +129,7 @@ def running_service(
     num_workers: int = 1,
     script: WorkerScript | None = None,
     ready: bool = True,
+    model_id: str = TOY.model_id,
     tokenizer: Tokenizer | None = None,
     **settings: Any,
 ) -> Iterator[RunningService]:
@@ -151,7 +152,7 @@ def running_service(
     thread = loop_thread()
 
     async def start() -> Service:
-        service = Service(config, tokenizer or Tokenizer.toy(), tokenizer_digest(TOY))
+        service = Service(config, tokenizer or Tokenizer.toy(), tokenizer_digest(TOY), model_id)
         await service.start()
         while ready and len(service.backstage.pool.usable) < num_workers:
             await asyncio.sleep(0.005)

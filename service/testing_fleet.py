@@ -21,6 +21,7 @@ from kvatlas.v1 import cache_pb2, cache_pb2_grpc, generation_pb2_grpc
 from kvatlas.v1 import generation_pb2 as pb
 from service.testing import RunningService, running_service
 
+MODEL = "random:tiny"
 PAGE_SIZE = 16
 READY_SECONDS = 90.0
 FAULTY_TOKENS = {"breaks_step": 1, "out_of_memory": 2, "kills_worker": 3, "slow_steps": 4}
@@ -40,7 +41,7 @@ class WorkerProcess:
         )
         self.address = f"tcp://127.0.0.1:{cable.port}" if cable else self._engine  # for services
         self._pages = f"ipc://{folder}/{worker_id}.pages"
-        self._flags = ("--model", "random:tiny", "--threads", "1", "--page-size", str(PAGE_SIZE), *flags)
+        self._flags = ("--model", MODEL, "--threads", "1", "--page-size", str(PAGE_SIZE), *flags)
         self.log_path = folder / f"{worker_id}.log"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -217,7 +218,7 @@ def running_fleet(
             workers.append(worker)
         addresses = tuple(worker.address for worker in workers)
         running = cleanup.enter_context(
-            running_service(folder, num_workers=0, ready=False, workers=addresses, **settings)
+            running_service(folder, num_workers=0, ready=False, model_id=MODEL, workers=addresses, **settings)
         )
         fleet = Fleet(running, workers, cleanup.enter_context(grpc.insecure_channel(running.address)))
         wait_for(lambda: fleet.is_whole, "the workers", workers)

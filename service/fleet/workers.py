@@ -23,7 +23,10 @@ log = logging.getLogger("service.workers")
 
 
 class WorkerPool:
-    """The workers of this service. `accept` says what is wrong with a worker's facts, None if nothing is."""
+    """The workers of this service. `accept` says what is wrong with a worker's facts, None if nothing is.
+
+    Those with the model `model_id` go before those with another; without them whoever comes first does.
+    """
 
     def __init__(
         self,
@@ -32,6 +35,7 @@ class WorkerPool:
         instance_id: str,
         service_epoch: int,
         version: str,
+        model_id: str,
         accept: Callable[[WorkerFacts], str | None],
         stall_seconds: float = 30.0,
         keys: SeamKeys | None = None,
@@ -39,6 +43,7 @@ class WorkerPool:
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self._loop = loop or asyncio.get_running_loop()
+        self._model_id = model_id
         self._accept = accept
         self._stall_seconds = stall_seconds
         self._keys, self._on_seam_failure = keys, on_seam_failure
@@ -206,6 +211,9 @@ class WorkerPool:
         if fault is not None:
             self._refused[link.address] = fault
             log.error("event=worker_refused worker=%s why=%r", link.worker_id, fault)
+        elif facts.model_id == self._model_id:
+            for other in [one for one in self.known if one.is_up and _model_of(one) != self._model_id]:
+                self._judge(other)  # what it runs it may end
 
     def _conflict(self, link: WorkerLink, facts: WorkerFacts) -> str | None:
         """Why it cannot be used beside those that are there: a worker has a name, and one model is served."""
@@ -214,7 +222,7 @@ class WorkerPool:
                 continue
             if other.worker_id == link.worker_id:
                 return f"{other.address} has the same worker_id"
-            if other.facts.model_id != facts.model_id:
+            if other.facts.model_id != facts.model_id != self._model_id:
                 return f"its model {facts.model_id} is not that of {other.worker_id}, {other.facts.model_id}"
         return None
 
@@ -253,6 +261,10 @@ def _is_same_life(one: WorkerLink, other: WorkerLink) -> bool:
     """Whether both lead to one process, by what it has said of itself."""
     a, b = one.facts, other.facts
     return a is not None and b is not None and (a.worker_id, a.epoch) == (b.worker_id, b.epoch)
+
+
+def _model_of(link: WorkerLink) -> str:
+    return link.facts.model_id if link.facts is not None else ""
 
 
 def _candidate(link: WorkerLink) -> Candidate:

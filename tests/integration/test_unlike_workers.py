@@ -83,3 +83,16 @@ def test_a_worker_with_another_model_waits_until_those_with_the_first_are_gone(
         old.start()
         messages = list(call)
         assert messages[-1].summary.usage.resumes == 1, "not by the other model, though it was there"
+
+
+def test_workers_with_the_services_own_model_go_before_another_that_came_first(tmp_path: Path) -> None:
+    with fleet_of(tmp_path, wrong=LARGE, right=LARGE) as fleet:
+        wrong, right = fleet.workers
+        for worker in fleet.workers:
+            worker.kill()
+        wait_for(lambda: not fleet.usable, "the loss", fleet.workers)
+        wrong.start("--model", "random:smollm2-135m")
+        wait_for(lambda: fleet.usable == ["wrong"], "the wrong one", fleet.workers)
+        right.start()
+        wait_for(lambda: fleet.usable == ["right"], "the right one", fleet.workers)
+        assert next(fleet.stream(spec_of("b", 3))).started.model == "random:tiny"

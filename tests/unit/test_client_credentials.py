@@ -57,16 +57,17 @@ class Listener(
 
 
 @contextmanager
-def listening(secure: grpc.ServerCredentials | None = None) -> Iterator[tuple[Listener, str]]:
+def listening(
+    secure: grpc.ServerCredentials | None = None, place: str = "127.0.0.1:0"
+) -> Iterator[tuple[Listener, str]]:
     listener, running = Listener(), grpc.server(futures.ThreadPoolExecutor(4))
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(listener, running)
     server_pb2_grpc.add_AdminServiceServicer_to_server(listener, running)
     server_pb2_grpc.add_ServerServiceServicer_to_server(listener, running)
-    place = "127.0.0.1:0"
     port = running.add_secure_port(place, secure) if secure else running.add_insecure_port(place)
     running.start()
     try:
-        yield listener, f"127.0.0.1:{port}"
+        yield listener, place if place.startswith("unix:") else f"127.0.0.1:{port}"
     finally:
         running.stop(0).wait()
 
@@ -163,6 +164,16 @@ def test_several_services_of_one_host_are_reached_over_tls(call: Call, certifica
     with listening(side) as (one, first), listening(side) as (other, second):
         call(f"{first},{second}", credentials)
         assert one.seen + other.seen == [f"Bearer {TOKEN}"] * 3
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_settings_for_tls_leave_a_unix_socket_reachable(
+    call: Call, certificates: Path, tmp_path: Path
+) -> None:
+    """They come from the environment, for every command, and a service's sockets have no TLS."""
+    with listening(place=f"unix:{tmp_path}/socket") as (listener, address):
+        call(address, Credentials(token=TOKEN, ca_file=certificates / "ca.pem"))
+        assert listener.seen == [f"Bearer {TOKEN}"] * 3
 
 
 def test_several_hosts_over_tls_need_a_name_that_their_certificates_share() -> None:

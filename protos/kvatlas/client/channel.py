@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvatlas.client.credentials import Credentials, CredentialsError, is_local
+from kvatlas.client.credentials import Credentials, CredentialsError, is_local, is_unix
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_ADMIN_ADDRESS = "127.0.0.1:50052"
@@ -107,7 +107,7 @@ class Target:
         """A channel of `grpc` or of `grpc.aio`. Raises CredentialsError for PEM files that cannot be read."""
         options = [*channel_options(service_config), *direct_options(self.addresses)]
         secure = self.credentials.channel_credentials()
-        if secure is None:
+        if secure is None or is_unix(self._name):
             return grpc_module.insecure_channel(self._name, options)
         if self._server_name:
             options.append(("grpc.ssl_target_name_override", self._server_name))

@@ -29,7 +29,8 @@ class Credentials:
     """All empty: plaintext and nobody in particular, as on the loopback.
 
     `token_file` is read again with each call, so that a rotated secret is followed. The PEM files are
-    read when a channel is opened. Any of them, or `use_tls` (the roots of gRPC), makes the channel TLS.
+    read when a channel is opened. Any of them, or `use_tls` (the roots of gRPC), makes the channel TLS,
+    but for a unix socket's: the same settings serve for a public address and an operator's socket.
     """
 
     token: str = field(default="", repr=False)
@@ -95,9 +96,14 @@ class Credentials:
         return _checked(text, f"token file {self.token_file}")
 
 
+def is_unix(address: str) -> bool:
+    """Whether it is a socket of the file system, which guards it: listeners have no TLS there."""
+    return address.startswith(("unix:", "unix-abstract:"))
+
+
 def is_local(address: str) -> bool:
     """Whether nobody but this machine sees what goes there."""
-    if address.startswith(("unix:", "unix-abstract:")):
+    if is_unix(address):
         return True
     host = address.rpartition("/")[2].rpartition(":")[0].strip("[]")
     if host in _LOOPBACK_NAMES:

@@ -88,7 +88,7 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CancelGeneration(self, request, context):
-        """Stops running or queued requests of the same principal. A stopped call
+        """Stops running or queued requests of the same tenant. A stopped call
         still ends normally: FINISH_REASON_CANCELLED, its usage, status OK.
         Idempotent: ids that are not live are listed, never an error.
         """
