@@ -1,5 +1,6 @@
 """The flight recorder: what its files hold, where they begin and end, and that its faults reach nobody."""
 
+import copy
 import errno
 import os
 import resource
@@ -372,6 +373,41 @@ def test_work_that_breaks_takes_no_other_along(worker: RecordedWorker) -> None:
     worker.recorder.submit(lambda recorder: done.append("the next call"))
     worker.recorder._turn_safely()
     assert done == ["the next call"]
+
+
+def test_a_ledger_that_is_broken_costs_its_recording_and_is_replaced(
+    worker: RecordedWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Even the end of the recording breaks on it; the thread went with that, and every call after it."""
+    run(worker, 20)
+    info = worker.recorder.start_recording(RecordingOptions())
+    recording = worker.recorder._recording
+    assert recording is not None
+    sound = copy.deepcopy(worker.recorder._ledger)
+    worker.recorder._ledger.states = None  # type: ignore[assignment]
+    done: list[str] = []
+    worker.recorder.submit(lambda recorder: done.append("the next call"))
+    load = RandomLoad(worker, arrivals=1.0)
+    load.turn()
+    worker.recorder._turn_safely()
+    assert caplog.text.count("event=recorder_failed") == 2
+    assert worker.recorder.running is None
+    assert recording._writer._file.closed
+    assert worker.store.find(info.recording_id).cause is EndCause.LOST
+    worker.recorder._turn_safely()
+    assert done == ["the next call"], "it need not wait for another ledger"
+    load.turn()
+    events = worker.scheduler.cache.events.read(sound.revision)
+    assert events is not None
+    sound.fold(events)
+    (give,) = worker.asked
+    give(sound)
+    run(worker, 50)
+    worker.recorder.start_recording(RecordingOptions())
+    run(worker, 50)
+    ended = worker.recorder.stop_recording("")
+    assert open_recording(path_of(worker, ended.recording_id)).run().violations == []
+    assert caplog.text.count("event=recorder_failed") == 2
 
 
 def test_a_recording_that_runs_notes_what_an_audit_finds(worker: RecordedWorker) -> None:

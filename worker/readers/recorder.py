@@ -141,8 +141,7 @@ class Recorder:
             self._wake.wait(TURN_SECONDS)
             self._wake.clear()
         self._turn_safely()
-        if self._recording is not None:
-            self._end(EndCause.SHUTDOWN)
+        self._end_safely(EndCause.SHUTDOWN)
         self.store.close()
 
     def _turn_safely(self) -> None:
@@ -151,8 +150,17 @@ class Recorder:
             self.turn()
         except Exception:
             logger.exception("event=recorder_failed")
+            self._end_safely(EndCause.DISK, "the recorder failed")
+            if not self._waits_for_ledger:  # ours may be what is broken: no call would ever be done again
+                self._lose()
+
+    def _end_safely(self, cause: EndCause, why: str = "") -> None:
+        """Ends the recording that runs; where even that breaks, its file has no end and is told as lost."""
+        try:
             if self._recording is not None:
-                self._end(EndCause.DISK, "the recorder failed")
+                self._end(cause, why)
+        except Exception:
+            logger.exception("event=recorder_failed")
 
     def turn(self) -> None:
         """Reads what came, writes what is recorded, does what was asked."""

@@ -103,7 +103,14 @@ class Recording:
         self._write_all(self._frames.snapshot(ledger))
 
     def end(self, cause: EndCause, ledger: Ledger, time_us: int) -> RecordingSummary:
-        """Writes the end, as far as it can be, and closes the file."""
+        """Writes the end, as far as it can be, and closes the file, which it does whatever breaks."""
+        try:
+            self._write_all([self._end_frame(cause, ledger)])
+        finally:
+            self._close()
+        return self.summary(time_us, cause)
+
+    def _end_frame(self, cause: EndCause, ledger: Ledger) -> cache_pb2.RecordingFrame:
         end = cache_pb2.RecordingEnd(
             revision=self._frames.revision(ledger),
             event_count=self.num_events,
@@ -113,12 +120,13 @@ class Recording:
             dropped_events=self.dropped_events,
             state_digest=state_digest(ledger.states.tobytes(), ledger.flags.tobytes(), ledger.refs.tobytes()),
         )
-        self._write_all([cache_pb2.RecordingFrame(end=end)])
+        return cache_pb2.RecordingFrame(end=end)
+
+    def _close(self) -> None:
         try:
             self._writer.close()
         except OSError as error:  # a network's disk may say only here that it is full
             self.failure = self.failure or error.strerror or str(error)
-        return self.summary(time_us, cause)
 
     def summary(self, time_us: int, cause: EndCause = EndCause.NONE) -> RecordingSummary:
         """What it is so far."""
