@@ -27,9 +27,10 @@ class EventRing:
             name: np.zeros(capacity, kind) for name, kind in EVENT_PLANES.items()
         }
         self.named_from = 1  # events from this number on came with the starts of their sequences
-        # Starts with the first number of their batch, ends with the last.
-        self._started: deque[tuple[int, SequenceRecord]] = deque()
-        self._ended: deque[tuple[int, int]] = deque()
+        # Starts with the first number of their batch, ends with the last. Each has an event of its own, so
+        # there are never more than events, whatever a worker that is broken sends without any.
+        self._started: deque[tuple[int, SequenceRecord]] = deque(maxlen=capacity)
+        self._ended: deque[tuple[int, int]] = deque(maxlen=capacity)
 
     @property
     def first_number(self) -> int:

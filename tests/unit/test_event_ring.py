@@ -92,6 +92,17 @@ def test_starts_are_forgotten_with_their_events() -> None:
     assert ring.owner_at(20, 5) is None
 
 
+def test_names_without_events_are_kept_within_a_bound() -> None:
+    ring = EventRing(capacity=8)
+    ring.append(batch(1, 1))
+    for number in range(20):
+        ring.append(batch(1, 1, started=(record(str(number), 5),), ended=(number,)))
+    told = ring.after(0)
+    assert told is not None
+    assert [each.request_id for each in told.started] == [str(number) for number in range(12, 20)]
+    assert told.ended_owners == list(range(12, 20))
+
+
 def test_a_restart_forgets_everything() -> None:
     ring = EventRing(capacity=8)
     ring.append(batch(1, 5))
