@@ -64,7 +64,7 @@ def request_from(
         context_tokens=context_tokens,
         num_samples=sampling.get("n", 1),
         priority=scheduling.get("priority", 0),
-        queue_timeout_ms=_milliseconds(scheduling.get("queue_timeout")),
+        queue_timeout_ms=milliseconds(scheduling.get("queue_timeout")),
         cache_read=cache.get("read", True),
         cache_write=cache.get("write", True),
         cache_salt=cache.get("salt", "").encode(),
@@ -94,6 +94,14 @@ def stream_shape(request: pb.StreamGenerateRequest) -> StreamShape:
     hold = seconds(options.max_hold) if options.HasField("max_hold") else DEFAULT_HOLD_SECONDS
     resume_ids = plane_of(request.resume_after.ids)
     return StreamShape(max(1, options.min_tokens_per_message), hold, options.queue_updates, resume_ids)
+
+
+def milliseconds(duration: Duration | None) -> int:
+    """0 for an unset one; a set one is never 0, since 0 means no limit on the seam."""
+    if duration is None:
+        return 0
+    value = seconds(duration)
+    return max(1, round(value * 1000)) if value > 0 else 0
 
 
 def new_request_id() -> str:
@@ -130,7 +138,7 @@ def _stops(given: Mapping[str, Any]) -> Stops:
         token_ids=tuple(given.get("stop_token_ids", ())),
         ignore_eos=given.get("ignore_eos", False),
         include_in_output=given.get("include_stop_in_output", False),
-        max_duration_ms=_milliseconds(given.get("max_duration")),
+        max_duration_ms=milliseconds(given.get("max_duration")),
     )
 
 
@@ -152,14 +160,6 @@ def _constraint(spec: pb.GenerationSpec) -> ConstraintText | None:
     if kind == "choices":
         return ConstraintText(kind, choices=tuple(spec.choices.choices))
     return ConstraintText(kind, getattr(spec, kind))
-
-
-def _milliseconds(duration: Duration | None) -> int:
-    """0 for an unset one; a set one is never 0, since 0 means no limit on the seam."""
-    if duration is None:
-        return 0
-    value = seconds(duration)
-    return max(1, round(value * 1000)) if value > 0 else 0
 
 
 _NOTHING: Mapping[str, Any] = {}

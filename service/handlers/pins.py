@@ -24,7 +24,7 @@ from service.fleet.workers import WorkerPool
 from service.handlers import admin_checks as checks
 from service.handlers.asking import ask, reachable_workers
 from service.handlers.backstage import Backstage
-from service.handlers.validate import seconds
+from service.handlers.convert import milliseconds
 
 MAX_FILE_BYTES = 4 << 20
 MAX_CONFIGURED = 256
@@ -88,7 +88,7 @@ class Pinner:
             name=request.name,
             token_ids=array("I", ids).tobytes(),
             cache_salt=request.tenant.encode() + b"\0" + request.salt.encode(),
-            ttl_ms=int(seconds(request.ttl) * 1000) if request.HasField("ttl") else 0,
+            ttl_ms=milliseconds(request.ttl if request.HasField("ttl") else None),
         )
 
 

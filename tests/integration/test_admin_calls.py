@@ -132,7 +132,9 @@ def test_a_pin_set_again_goes_on_counting_and_pins_come_in_pages_of_a_list(desk:
         assert hits.get("one", 64) == 64, "two prompts found its two pages"
         cursor = page.next_cursor
     assert names == ["greeting", "one", "two"]
-    for name in ("one", "two", "two"):
+    brief = ask(name="brief", text="1" * 40, tenant="bob", ttl=Duration(nanos=400_000))
+    assert desk.root.SetPinnedPrefix(brief).pins[0].HasField("expire_time"), "it ends, too"
+    for name in ("one", "two", "two", "brief"):
         assert not desk.root.SetPinnedPrefix(ask(name=name, remove=True)).pins, "idempotent"
     assert [pin.name for pin in desk.pins()] == ["greeting"]
 
