@@ -203,6 +203,38 @@ def test_text_without_a_token_is_no_place_to_go_on_from() -> None:
     assert len(course.next_call()[0].resume_after.ids) == 3
 
 
+def test_a_repeated_run_that_is_cut_elsewhere_gives_what_is_new_of_each_message() -> None:
+    course = course_of(stream_request(sampling=pb.SamplingParams(n=2)))
+
+    def news(text: str, begin: int, *ids: int) -> tuple[str, int, list[float | None]]:
+        logprobs = [pb.TokenLogprob(token_id=each, logprob=-each) for each in ids]
+        message = pb.TokenDelta(
+            text=text, token_offset=begin, token_ids=ids, token_count=len(ids), logprobs=logprobs
+        )
+        event = course.take(pb.StreamGenerateResponse(delta=message))
+        assert isinstance(event, Delta)
+        return event.text, event.token_offset, [each.logprob for each in event.logprobs]
+
+    course.take(started(course.next_call()[0], 5))
+    assert news("ab", 0, 7, 8) == ("ab", 0, [-7, -8])
+    course.wait_seconds(lost())
+    course.take(started(course.next_call()[0], 5))
+    assert news("a", 0, 7, 8, 9) == ("", 2, [-9])
+    assert news("bc", 3) == ("c", 3, [])
+
+
+def test_a_call_that_is_lost_while_it_repeats_takes_nothing_back() -> None:
+    course = course_of(stream_request())
+    course.take(started(course.next_call()[0], 5))
+    for number in range(3):
+        course.take(delta(5, 0, number, number + 1, ids=True))
+    for _ in range(2):
+        course.wait_seconds(lost())
+        assert len(course.next_call()[0].resume_after.ids) == 2
+        course.take(started(course.next_call()[0], 5))
+        course.take(delta(5, 0, 0, 1, ids=True))  # a server that does not know of `resume_after`
+
+
 def test_several_samples_are_repeated_and_a_stream_that_begins_elsewhere_is_incomplete() -> None:
     course = course_of(stream_request(sampling=pb.SamplingParams(n=2)))
     course.take(started(course.next_call()[0], 5))
@@ -303,6 +335,23 @@ def test_a_request_that_was_told_its_place_in_the_queue_goes_on_elsewhere() -> N
         course.wait_seconds(lost("RESOURCE_EXHAUSTED", "QUEUE_TIMEOUT"))
 
 
+def test_a_place_in_the_queue_is_told_until_the_start_and_not_again() -> None:
+    course = course_of(stream_request())
+    queued = pb.StreamGenerateResponse(queued=pb.QueueUpdate(position=2))
+    assert [course.take(queued), course.take(queued)] == [Queued(2, None)] * 2
+    course.take(started(course.next_call()[0], 5))
+    course.wait_seconds(lost())
+    assert course.take(queued) is None
+
+
+def test_a_hint_of_the_server_when_to_come_again_is_kept_to() -> None:
+    course = course_of(stream_request())
+    course.take(started(course.next_call()[0], 5))
+    full = Unavailable("full", code="RESOURCE_EXHAUSTED", reason="QUEUE_FULL", retry_seconds=7.0)
+    assert course.wait_seconds(full) == 7.0
+    assert course.wait_seconds(lost()) < 1
+
+
 def test_a_stream_with_a_limit_on_its_time_or_without_resume_is_never_repeated() -> None:
     limited = stream_request()
     limited.spec.stop.max_duration.seconds = 9
@@ -323,6 +372,12 @@ def test_the_client_gives_up_after_resume_seconds_and_never_passes_its_deadline(
             clock.now += waits[-1]
     assert waits[0] < waits[-1] <= 2
     assert 8 < clock.now - began <= 10
+    again = course_of(stream_request(), clock=clock, resume_seconds=10.0)
+    for number in range(3):  # each loss has its own seconds
+        again.take(started(again.next_call()[0], 5))
+        again.take(delta(5, 0, 0, number + 1, ids=True))
+        again.wait_seconds(lost())
+        clock.now += 9
     late = course_of(stream_request(), clock=clock, timeout_seconds=0.04)
     late.take(started(late.next_call()[0], 5))
     with pytest.raises(DeadlineExceeded):
