@@ -172,10 +172,12 @@ def test_a_single_sample_goes_on_behind_what_was_delivered() -> None:
     """From the last message on, which may have been the end: behind an EOS nothing may follow."""
     course = course_of(stream_request(stop=pb.StopCriteria(max_tokens=NUM_TOKENS)))
     course.take(started(course.next_call()[0], 5))
+    assert course.next_call()[0].spec.output.format == pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS
     texts = []
     for begin, end in ((0, 2), (2, 5)):
         event = course.take(delta(5, 0, begin, end, ids=True))
         assert isinstance(event, Delta)
+        assert not event.token_ids, "nobody asked for them"
         texts.append(event.text)
     course.wait_seconds(lost())
     again = course.next_call()[0]
