@@ -43,7 +43,8 @@ from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.scheduler import Scheduler
 from worker.scheduling.settings import SchedulerConfig
 from worker.scheduling.step import Step, StepResult
-from worker.status import StatusBoard, first_board
+from worker.status import StatusBoard, StepMark, first_board
+from worker.traffic import TimedStep, TrafficQueue
 
 MODEL = FakeModel(vocab_size=97)
 CONTEXT = 128
@@ -135,6 +136,8 @@ class Bench:
         self.commands: CommandQueue[EngineCommand] = CommandQueue(256)
         self.outputs: OutputQueue[LinkMessage] = OutputQueue(output_limit)
         self.observations: Handover[Observation] = Handover(100_000)
+        self.traffic: TrafficQueue = TrafficQueue(1000)
+        self.ahead = 0.0  # seconds by which the engine's clock is put forward
         self.link = RecordedLink(self.outputs)
         self.board: StatusBoard = first_board(description(pages), time.monotonic())
         self.engine = Engine(
@@ -147,6 +150,8 @@ class Bench:
             board=self.board,
             on_state=lambda: None,
             link=self.link if lends else None,
+            traffic=self.traffic,
+            clock=lambda: time.monotonic() + self.ahead,
         )
         self.status: int | None = None
         self.got: dict[int, Got] = {}
@@ -557,13 +562,36 @@ def test_drain_lets_running_requests_finish_and_refuses_new_ones() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_after_the_grace_the_rest_is_handed_over(overlap: bool) -> None:
-    with bench(EngineSettings(overlap=overlap, drain_grace=0.05), Slow()) as b:
+    with bench(EngineSettings(overlap=overlap, drain_grace=1000.0), Slow()) as b:
         for number in range(1, 12):  # more than rows: some wait
             b.add(number, prompt_of(number), max_tokens=100)
         b.wait(lambda: len(b.answers) == 11)
-        assert b.end() == EXIT_OK
+        b.engine.stop()
+        b.wait(lambda: b.board.state is WorkerState.DRAINING)
+        b.ahead = 900.0
+        number = b.scheduler.step_number
+        b.wait(lambda: b.scheduler.step_number > number + 2)
+        b.ahead = 1001.0
+        b.thread.join(WAIT_SECONDS)
+        assert b.status == EXIT_OK
         codes = b.finish(*range(1, 12))
+        ended = {each for seen in b.observations.take_all() for each in seen.ended}
     assert set(codes.values()) == {FinishCode.DRAINED}
+    assert ended == set(codes), "the observer hears of it, too"
+
+
+def test_a_step_is_told_to_last_from_the_end_of_the_one_before() -> None:
+    """Not from its launch, where that was before: the device began it then."""
+
+    def advance(stage: str, step: Step) -> None:
+        b.ahead += 1000.0 * (stage == "sample")
+
+    with bench(EngineSettings(overlap=True), advance) as b:
+        b.add(1, prompt_of(1), max_tokens=5)
+        b.finish(1)
+        steps = [step for step in b.traffic.take_all() if isinstance(step, TimedStep)]
+    assert len(steps) == 5
+    assert all(step.seconds < 1500 for step in steps)
 
 
 def test_a_check_of_everything_that_the_end_breaks_off_is_told() -> None:
@@ -653,6 +681,26 @@ def test_a_pin_too_large_is_refused_with_its_numbers() -> None:
     assert "20 pages needed" in failure.message  # type: ignore[union-attr]
 
 
+def test_what_a_pin_found_is_told_though_first_tokens_of_its_step_leave_early() -> None:
+    late: list[Callable[[], None]] = []
+
+    def come(stage: str, step: Step) -> None:
+        while late:
+            late.pop()()
+
+    with bench(fault=come) as b:
+        b.add(1, prompt_of(3))
+        b.finish(1)
+        pin = Pin(Ticket("s", 1), "p", array("I", [*prompt_of(3), 5, 5, 5, 5]), b"", 0.0)
+        late += [lambda: b.add(3, [4, 4, 4]), lambda: b.commands.put(pin)]  # into one step
+        b.add(2, prompt_of(1))
+        b.wait(lambda: bool(b.others))
+        answer = b.others.pop()
+        assert isinstance(answer, PinAnswer)
+        assert (answer.pins[0].pinned_tokens, answer.pins[0].computed_tokens) == (16, 4)
+        b.finish(2, 3)
+
+
 def test_a_pin_whose_pages_a_flush_took_is_computed_again() -> None:
     slow = Slow()
     with bench(fault=slow) as b:
@@ -680,13 +728,23 @@ def test_a_pin_longer_than_the_context_is_refused_as_the_callers_fault() -> None
     assert str(CONTEXT) in failure.message
 
 
-def test_a_worker_that_was_idle_for_long_is_not_taken_for_stuck() -> None:
-    with bench(fault=Slow()) as b:
-        old = b.board.step.ended
-        threading.Event().wait(0.2)
-        b.add(1, prompt_of(1), max_tokens=5)
-        b.wait(lambda: b.board.step.ended > old + 0.2)
+def test_a_worker_that_was_idle_for_long_is_not_taken_for_stuck_nor_its_step_for_long() -> None:
+    marks: list[StepMark] = []
+
+    def note(stage: str, step: Step) -> None:
+        marks.append(b.board.step)
+
+    with bench(fault=note) as b:
+        b.add(1, prompt_of(1), max_tokens=2)
         b.finish(1)
+        b.wait(lambda: b.engine._last_end is None)  # asleep
+        before, began = len(marks), b.board.step
+        b.ahead = 1000.0
+        b.add(2, prompt_of(2), max_tokens=2)
+        b.finish(2)
+        assert marks[before].number == began.number, "no later step is over"
+        assert marks[before].ended > began.ended + 500
+        assert all(step.seconds < 500 for step in b.traffic.take_all() if isinstance(step, TimedStep))
 
 
 @pytest.mark.parametrize("debug", [False, True])
