@@ -210,6 +210,55 @@ def test_admission_leaves_the_watermark_to_those_who_run() -> None:
     assert len(harness.answers[2].tokens) == 2
 
 
+@pytest.mark.parametrize("is_together", [False, True])
+@pytest.mark.parametrize(("num_pages", "is_let_in"), [(22, False), (23, True)])
+def test_pages_that_a_prompt_and_its_samples_will_need_are_not_given_away(
+    num_pages: int, is_let_in: bool, is_together: bool
+) -> None:
+    harness = make(num_pages=num_pages, max_step_tokens=16)
+    harness.add(request(1, range(59), max_tokens=2, sample_count=4))  # 15 pages, and one for each sample more
+    if not is_together:
+        harness.turn()
+    harness.add(request(10, range(100, 119), max_tokens=2))  # 5
+    harness.turn()
+    assert (10 in running(harness)) is is_let_in
+    harness.run()
+    assert len(harness.answers[10].tokens) == 2
+
+
+def test_pages_that_had_to_be_evicted_are_on_the_bill_of_who_came_last() -> None:
+    harness = make(num_pages=8)
+    harness.add(request(1, range(16), max_tokens=1))
+    harness.run()
+    harness.add(request(2, range(100, 112), max_tokens=1))
+    harness.add(request(3, range(200, 212), max_tokens=1))
+    harness.run()
+    bills = [end.bill for number in (2, 3) if (end := harness.answers[number].end) is not None]
+    assert [bill.evictions_caused for bill in bills if bill is not None] == [0, 2]
+
+
+def test_so_many_that_wait_are_looked_at_and_no_more() -> None:
+    for num_scanned, is_let_in in ((2, False), (3, True)):
+        harness = make(num_pages=8, max_scanned=num_scanned)
+        harness.add(request(1, range(16), max_tokens=8))
+        harness.turn()
+        for number in (2, 3):
+            harness.add(request(number, range(100 * number, 100 * number + 20)))
+        harness.add(request(4, range(400, 403)))
+        harness.turn()
+        assert (4 in running(harness)) is is_let_in
+
+
+def test_a_wait_for_pages_is_counted_once_however_long() -> None:
+    harness = make(num_pages=8)
+    harness.add(request(1, range(16), max_tokens=8))
+    harness.turn()
+    harness.add(request(2, range(100, 120)))
+    for _ in range(3):
+        harness.turn()
+    assert harness.scheduler.counts().allocation_failures_total == 1
+
+
 def test_alone_a_request_may_use_the_watermark_too() -> None:
     """H15: nobody waits for pages that nobody else will give back."""
     harness = make(num_pages=10, watermark_pages=9, max_context_tokens=40)

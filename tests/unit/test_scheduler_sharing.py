@@ -73,6 +73,16 @@ def test_two_equal_prompts_in_flight_end_up_on_the_same_pages(overlap: bool) -> 
     check(harness, first, second, *others)
 
 
+def test_a_page_that_was_exchanged_is_written_to_its_row_once_and_to_none_of_who_has_ended() -> None:
+    harness = make(num_pages=24)
+    for number, max_tokens in ((1, 4), (2, 4), (3, 1)):
+        harness.add(request(number, range(12), max_tokens=max_tokens))
+    harness.turn()
+    steps = [harness.turn() for _ in range(3)]
+    writes = [list(step.new_page_indexes) for step in steps if step is not None]
+    assert writes == [[0, 1, 2, 3, 3], [], []], "of the second request; then the next page of both"
+
+
 def test_no_live_table_holds_a_free_page() -> None:
     """B001: after every operation the tables and the free list are disjoint."""
     harness = make(num_pages=20, max_running=4)

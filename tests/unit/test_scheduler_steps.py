@@ -322,6 +322,16 @@ def test_tokens_that_nobody_else_can_use_go_to_the_first_prompt() -> None:
     harness.settle()
 
 
+def test_what_is_left_of_a_step_is_spent_once() -> None:
+    """Two prompts that are not finished, and one that waits for a row: both could use what is left."""
+    harness = make(num_pages=100, max_running=2, max_step_tokens=16, max_context_tokens=100)
+    for number in (1, 2, 3):
+        harness.add(request(number, range(100 * number, 100 * number + 60)))
+    step = harness.turn()
+    assert step is not None
+    assert [end - start for start, end in zip(step.starts, step.ends, strict=True)] == [13, 3]
+
+
 def test_running_sequences_go_on_while_a_prompt_is_computed() -> None:
     """Open streams never stall behind a long prompt."""
     harness = make(num_pages=64, max_step_tokens=16, max_context_tokens=300, max_running=2)
