@@ -57,6 +57,13 @@ def test_an_over_long_prompt_gets_an_answer_with_both_numbers(length: int, statu
         assert harness.scheduler.num_live == 0
 
 
+def test_output_to_resume_from_takes_room_in_the_context() -> None:
+    for length, status in ((11, AddStatus.ACCEPTED), (12, AddStatus.TOO_LONG)):
+        harness = make(max_context_tokens=32)
+        resumed = request(1, range(20), max_tokens=1000, resume_token_ids=list(range(length)))
+        assert harness.add(resumed).status == status
+
+
 def test_more_output_than_the_context_holds_is_clamped_not_refused() -> None:
     """B044: the prompt fits; the answer ends as CONTEXT_LENGTH."""
     harness = make(max_context_tokens=32)

@@ -179,14 +179,23 @@ def test_side_arrays_of_a_preempted_sequence_come_once(overlap: bool) -> None:
 
 
 def test_a_prompt_cut_short_of_pages_lets_the_oldest_go_on() -> None:
-    """The first of all is a long prompt in chunks; younger ones that decode give way to it."""
-    harness = make(num_pages=12, max_context_tokens=48, max_chunk_tokens=4, max_running=3)
-    harness.add(request(1, range(40), max_tokens=4, priority=1))
+    """The first of all is a long prompt in chunks; one that decodes gives way to it, so it loses no step."""
+    harness = make(num_pages=16, max_context_tokens=48, max_chunk_tokens=4, max_running=3)
     harness.add(request(2, range(100, 104), max_tokens=20))
     harness.add(request(3, range(200, 204), max_tokens=20))
+    harness.turn()
+    harness.add(request(1, range(40), max_tokens=4, priority=1))
+    for _ in range(10):
+        harness.turn()
+    assert len(harness.answers[1].tokens) == 1
+    assert harness.scheduler.counts().allocation_failures_total == 2, "a preemption, and its wait"
     harness.run(max_turns=300)
-    for number, count in ((1, 4), (2, 20), (3, 20)):
-        assert len(harness.answers[number].tokens) == count
+    for number, count, preemptions in ((1, 4, 0), (2, 20, 0), (3, 20, 1)):
+        answer = harness.answers[number]
+        assert len(answer.tokens) == count
+        assert answer.end is not None
+        assert answer.end.bill is not None
+        assert answer.end.bill.preemptions == preemptions
 
 
 def test_with_a_step_in_flight_nobody_is_preempted() -> None:

@@ -362,6 +362,11 @@ def test_the_only_sequence_left_gives_up_a_copy_that_does_not_fit() -> None:
     harness.add(spec)
     harness.run(max_turns=200)
     check(harness, spec)
+    counts, end = harness.scheduler.counts(), harness.answers[3].end
+    assert end is not None
+    assert end.bill is not None
+    spared = 3 * 11 + counts.recomputed_tokens_total - counts.prompt_tokens_computed_total
+    assert end.bill.saved_tokens == spared, "what was to be copied and was computed is not spared"
 
 
 def test_peak_pages_count_each_page_once() -> None:
