@@ -209,6 +209,7 @@ def test_a_server_that_is_not_the_one_meant_gets_no_token(trusting: str, certifi
         ("localhost:1", True),
         ("dns:///localhost:1", True),
         ("unix:/run/x", True),
+        ("unix-abstract:x", True),
         ("10.0.0.1:1", False),
         ("service:1", False),
         ("dns:///service:1", False),
@@ -250,6 +251,25 @@ def test_no_repr_and_no_refusal_shows_a_token(tmp_path: Path) -> None:
         with pytest.raises(CredentialsError) as caught:
             Credentials(**bad)  # type: ignore[arg-type]
         assert TOKEN not in str(caught.value)
+
+
+def test_files_that_cannot_be_used_are_told_when_the_client_is_made(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("two words")
+    for given, words in (
+        (Credentials(token_file=file), "visible ASCII"),
+        (Credentials(ca_file=file), "no PEM file"),
+        (Credentials(certificate_file=file, key_file=file), "no PEM file"),
+        (Credentials(ca_file=tmp_path / "none"), "No such file"),
+    ):
+        with pytest.raises(CredentialsError, match=words):
+            Client("127.0.0.1:1", credentials=given)
+
+
+def test_a_token_has_4096_characters_at_most() -> None:
+    assert Credentials(token="x" * 4096).metadata() == (("authorization", f"Bearer {'x' * 4096}"),)
+    with pytest.raises(CredentialsError):
+        Credentials(token="x" * 4097)
 
 
 def test_the_environment_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
