@@ -7,6 +7,7 @@ from dashboard.facts import RESULTS, EstimateReport
 from dashboard.live_map import LiveMap
 
 MISS_SECONDS = 300
+ENOUGH = 0.9  # of the tokens that estimates have, counted ones
 
 
 def recent_results(live_map: LiveMap, seconds: int = MISS_SECONDS) -> dict[str, int]:
@@ -33,10 +34,10 @@ def begun_late(live_map: LiveMap, seconds: int = MISS_SECONDS) -> float | None:
 def basis(report: EstimateReport) -> str:
     """What the diamond is, and whether it may be compared: the worker counts requests when they end."""
     ended = sum(report.observed.tokens.values())
-    if ended < report.token_count:
+    if ended < ENOUGH * report.token_count:
         return (
             f"The diamond is what was really counted, of requests that have ended: {ended:,} of these "
-            f"{report.token_count:,} tokens. The more are missing, the less it says of the curve."
+            "tokens, too few to be compared with the curve."
         )
     return (
         "The diamond is what was really counted: its distance from the curve is how far to believe the rest."

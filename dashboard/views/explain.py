@@ -8,7 +8,14 @@ from dashboard.components import mount
 from dashboard.kernel_mapping import MAX_HEAD_SIZE, MIN_HEAD_SIZE, KernelMapping
 from dashboard.live_map import Geometry
 from dashboard.live_pages import Follower
-from dashboard.view_parts import SECOND_TAB, choose_follower, needs_map, prompt_command, sequence_name
+from dashboard.view_parts import (
+    SECOND_TAB,
+    choose_follower,
+    counted,
+    needs_map,
+    prompt_command,
+    sequence_name,
+)
 from kvatlas.client.page_map import SequencePages
 
 MAX_PAGES = 48
@@ -108,8 +115,9 @@ def _pool_words(geometry: Geometry) -> str:
     size = geometry.page_bytes * geometry.page_count / 2**20
     return (
         f"This pool has room for K and V of **{slots:,} tokens** in {geometry.page_count - 1:,} pages of "
-        f"{geometry.page_size}: {geometry.layer_count} layers x {geometry.kv_head_count} KV heads x "
-        f"{geometry.head_dim} numbers, {geometry.page_bytes:,} bytes a page. One more, page "
+        f"{geometry.page_size}: {counted(geometry.layer_count, 'layer')} x "
+        f"{counted(geometry.kv_head_count, 'KV head')} x {counted(geometry.head_dim, 'number')}, "
+        f"{geometry.page_bytes:,} bytes a page. One more, page "
         f"{geometry.dummy_page}, is nobody's: padding reads and writes there. {size:,.0f} MiB in all."
     )
 

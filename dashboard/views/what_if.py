@@ -47,7 +47,7 @@ def _misses(follower: Follower) -> None:
     if any(tokens.values()):  # of none there are no shares
         st.altair_chart(misses(tokens, theme_kind()), width="stretch")
     words = f"{sum(tokens.values()):,} prompt tokens were looked up in the prefix cache"
-    st.caption(words if begun_ms is None else f"{words} since this dashboard began to look")
+    st.caption(words if begun_ms is None else f"{words} since this dashboard began")
 
 
 def _estimates(follower: Follower, geometry: Geometry) -> None:
