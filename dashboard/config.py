@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvatlas.client.channel import DEFAULT_ADDRESS
+from kvatlas.client.channel import DEFAULT_ADDRESS, check_addresses
 from kvatlas.settings import ConfigError, Reader, as_toml, is_port, option, range_faults
 
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -56,6 +56,10 @@ class DashboardConfig:
 
     def __post_init__(self) -> None:
         faults = range_faults(self)
+        try:
+            check_addresses([self.server])
+        except ValueError as error:
+            faults.append(f"server: {error}")
         host, _, port = self.listen.rpartition(":")
         if not host or not is_port(port):
             faults.append(f"listen: {self.listen!r} is not host:port")

@@ -1,6 +1,7 @@
 """What every view needs: whose pool is shown, what is wrong if it is not, and how often to look again."""
 
 import re
+import shlex
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from streamlit.runtime.scriptrunner import get_script_run_ctx
 
 from dashboard import process
 from dashboard.live_pages import Follower
+from kvatlas.client.channel import DEFAULT_ADDRESS
 
 TAB_SECONDS = 6.0  # a tab that has not been heard of for this long is closed
 SECONDS_PER_TAB = 0.24  # so that fragments together stay below half a core
@@ -31,6 +33,8 @@ HELP = {
     "Tail": "slots that no token filled when it ended",
 }
 """Of figures whose name is not enough."""
+SECOND_TAB = "use the playground in a second tab: an answer ends when its view is left"
+"""How to have a sequence to look at without a shell."""
 
 _tabs: dict[str, float] = {}
 _tabs_lock = threading.Lock()
@@ -167,13 +171,22 @@ def explain(kind: str, reason: str) -> None:
         st.error(f"**Too many watches.** {reason}")
     elif kind == "no_service":
         st.error(f"**No service at {address}.** {reason}")
-        st.markdown("Start one with `kvatlas serve`, or name another with `--server`.")
+        st.markdown(
+            "Start one with `kvatlas serve`, or name another: `kvatlas dashboard --address HOST:PORT`."
+        )
     elif kind == "bug":
         st.error(f"**{words_of(kind).capitalize()}.** {reason}")
     elif kind == "gone":
         st.error(f"**This worker is gone.** {reason}")
     else:
         st.info(f"Connecting to {address} … {reason}")
+
+
+def prompt_command() -> str:
+    """What sends a prompt to the server that is shown, as a shell takes it."""
+    address = process.live_pages().source.address
+    where = "" if address == DEFAULT_ADDRESS else f" --address {shlex.quote(address)}"
+    return f"kvatlas generate 'The sky is'{where}"
 
 
 def figures(values: Mapping[str, str], *, is_stale: bool = False) -> None:

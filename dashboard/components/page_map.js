@@ -334,7 +334,9 @@ export class PageMap {
       return `worker restarted ${clock(this.hello.restarted_ms)}`;
     }
     if (shown === "live" && this.planes?.isWhole && this.planes.count <= 1) return "The pool has no pages: set num_pages.";
-    if (shown === "live" && this.isUnused()) return "No page holds anything yet. Send a prompt: kvatlas generate 'The sky is'";
+    if (shown === "live" && this.isUnused()) {
+      return `No page holds anything yet. Send a prompt: ${this.data.prompt_command}`;
+    }
     return ["live", "resync"].includes(shown) ? "" : reason || (shown === "connecting" ? "connecting" : "");
   }
 

@@ -79,9 +79,11 @@ export class Strip {
     fitCanvas(this.canvas);
     const context = this.canvas.getContext("2d"), { width, height } = this.canvas;
     const look = (group, name) => this.palette[group][name][this.kind || "dark"];
-    context.fillStyle = look("states", "free");
-    context.fillRect(0, 0, width, height);
     const step = width / SPAN, start = width - this.columns.length * step, marks = 5 * ratioOf();
+    context.fillStyle = look("ground", "surface"); // nobody looked yet
+    context.fillRect(0, 0, width, height);
+    context.fillStyle = look("states", "free");
+    context.fillRect(Math.floor(start), marks, width - Math.floor(start), height - marks);
     let last = null;
     this.columns.forEach(({ figures, cut }, at) => {
       const x = Math.floor(start + at * step), wide = Math.ceil(step);

@@ -8,7 +8,14 @@ from dashboard.components import mount
 from dashboard.kernel_mapping import MAX_HEAD_SIZE, MIN_HEAD_SIZE, KernelMapping
 from dashboard.live_map import Geometry
 from dashboard.live_pages import Follower
-from dashboard.view_parts import choose_follower, needs_map, sequence_name
+from dashboard.view_parts import (
+    SECOND_TAB,
+    choose_follower,
+    counted,
+    needs_map,
+    prompt_command,
+    sequence_name,
+)
 from kvatlas.client.page_map import SequencePages
 
 MAX_PAGES = 48
@@ -24,7 +31,8 @@ def show() -> None:
     st.markdown(_pool_words(geometry))
     sequence = _choose(follower)
     if sequence is None:
-        st.info("No sequence runs. Send a prompt in the playground and come back.")
+        st.info(f"No sequence runs. Send a prompt: `{prompt_command()}`, or {SECOND_TAB}.")
+        _look_again(follower)
         return
     most = min(len(sequence.page_ids), MAX_PAGES)
     position = int(st.slider("Page of the sequence", 0, most - 1, 0, key="position")) if most > 1 else 0
@@ -33,16 +41,40 @@ def show() -> None:
     st.markdown(_words(sequence, position, geometry, data))
 
 
+@st.fragment(run_every=1.0)
+def _look_again(follower: Follower) -> None:
+    """Runs the view again as soon as a sequence runs."""
+    if _running(follower):
+        st.rerun()
+
+
+def _running(follower: Follower) -> list[SequencePages]:
+    return [each for each in follower.live_map.sequences() if len(each.page_ids)]
+
+
 def _choose(follower: Follower) -> SequencePages | None:
     """The sequence that was picked stays picked as long as it runs."""
-    running = [each for each in follower.live_map.sequences() if len(each.page_ids)]
+    running = _running(follower)
     if not running:
-        return None
+        return _last(follower)
     by_name = {sequence_name(each.owner, each.request_id, each.choice_index): each for each in running}
     held = st.session_state.get("explained")
     if held not in by_name:
         st.session_state["explained"] = next(iter(by_name))
-    return by_name[st.selectbox("Sequence", list(by_name), key="explained")]
+    chosen = by_name[st.selectbox("Sequence", list(by_name), key="explained")]
+    st.session_state["last_explained"] = (follower.worker_id, chosen)
+    return chosen
+
+
+def _last(follower: Follower) -> SequencePages | None:
+    """What was drawn last, which the reader may still be at: answers are short."""
+    worker_id, sequence = st.session_state.get("last_explained", ("", None))
+    if sequence is None or worker_id != follower.worker_id:
+        return None
+    name = sequence_name(sequence.owner, sequence.request_id, sequence.choice_index)
+    st.caption(f"{name} has ended: this is how it was.")
+    found: SequencePages = sequence
+    return found
 
 
 def drawing(sequence: SequencePages, position: int, geometry: Geometry) -> dict[str, Any]:
@@ -79,13 +111,14 @@ def kernel_mapping(geometry: Geometry) -> KernelMapping:
 
 
 def _pool_words(geometry: Geometry) -> str:
-    slots = geometry.page_count * geometry.page_size
+    slots = (geometry.page_count - 1) * geometry.page_size  # without nobody's
     size = geometry.page_bytes * geometry.page_count / 2**20
     return (
-        f"This pool holds K and V of **{slots:,} tokens** in {geometry.page_count:,} pages of "
-        f"{geometry.page_size}: {geometry.layer_count} layers x {geometry.kv_head_count} KV heads x "
-        f"{geometry.head_dim} numbers, {geometry.page_bytes:,} bytes a page, {size:,.0f} MiB in all. "
-        f"Page {geometry.dummy_page} is nobody's: padding reads and writes there."
+        f"This pool has room for K and V of **{slots:,} tokens** in {geometry.page_count - 1:,} pages of "
+        f"{geometry.page_size}: {counted(geometry.layer_count, 'layer')} x "
+        f"{counted(geometry.kv_head_count, 'KV head')} x {counted(geometry.head_dim, 'number')}, "
+        f"{geometry.page_bytes:,} bytes a page. One more, page "
+        f"{geometry.dummy_page}, is nobody's: padding reads and writes there. {size:,.0f} MiB in all."
     )
 
 

@@ -17,6 +17,7 @@ from dashboard.view_parts import (
     kept,
     needs_map,
     period,
+    prompt_command,
     query_id,
     query_moment,
     query_page,
@@ -94,6 +95,7 @@ def _map(follower: Follower) -> None:
         "selected": query_page(),
         "owner": _ringed_owner(follower),
         "at": query_moment(),
+        "prompt_command": prompt_command(),
         **{name: kept(name, choices) for name, choices in LOOKS.items()},
     }
     mount("page_map.js", data, key="page_map", on_picked=_take_pick, on_looked=_take_look)

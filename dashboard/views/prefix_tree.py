@@ -39,7 +39,8 @@ def _live(follower: Follower) -> None:
     if not tree.nodes:
         st.info("Nothing is pinned." if is_pinned_only else "Nothing is cached yet: no page is sealed.")
         return
-    words = f"{tree.num_pages:,} sealed pages under {tree.num_roots:,} first pages · {tree.depth:,} deep"
+    pages, roots = counted(tree.num_pages, "sealed page"), counted(tree.num_roots, "first page")
+    words = f"{pages} under {roots} · {tree.depth:,} deep"
     shade = kept("shade", LOOKS["shade"])
     data = {"nodes": [drawn(node) for node in tree.nodes], "words": words, "shade": shade}
     mount("icicle.js", data, key="icicle", on_picked=_take_pick, on_looked=_take_look)

@@ -8,12 +8,14 @@ import streamlit as st
 from dashboard.components import mount
 from dashboard.live_pages import Follower
 from dashboard.view_parts import (
+    SECOND_TAB,
     choose_follower,
     figures,
     keep_looks,
     kept,
     needs_map,
     period,
+    prompt_command,
     sequence_name,
     short_id,
 )
@@ -56,7 +58,7 @@ def _live(follower: Follower) -> None:
         is_stale=follower.status.kind not in ("live", "resync"),
     )
     if not sequences:
-        st.info("No sequences. Send a prompt: `kvatlas generate 'The sky is'`, or use the playground.")
+        st.info(f"No sequences. Send a prompt: `{prompt_command()}`, or {SECOND_TAB}.")
         return
     rows = ribbons(sequences, totals, geometry.page_size, _rates(follower, running))
     total = f"{len(rows):,} of {len(sequences):,} sequences"

@@ -5,17 +5,24 @@ import time
 import streamlit as st
 
 from dashboard import process
-from dashboard.charts import hit_rate_curve, misses, page_sizes, rates
-from dashboard.facts import RESULTS, EstimateReport
+from dashboard.charts import hit_rate_curve, misses, page_sizes
+from dashboard.facts import EstimateReport
 from dashboard.live_map import Geometry
 from dashboard.live_pages import Follower
-from dashboard.view_parts import choose_follower, figures, needs_map, share, theme_kind
+from dashboard.look_ups import basis, begun_late, recent_results
+from dashboard.view_parts import (
+    choose_follower,
+    clock_text,
+    figures,
+    needs_map,
+    share,
+    theme_kind,
+)
 from kvatlas.client.errors import KvatlasError
 
 PAGE_SIZES = (8, 16, 32, 64)  # beside the pool's own
 POLICIES = ("lru", "lfu", "fifo", "cost")
 WINDOWS = {"all that is held": 0, "10 min": 600, "5 min": 300, "1 min": 60}
-MISS_SECONDS = 300
 LEAST_SECONDS = 60.0  # between two runs of the same question: it takes the worker seconds
 
 
@@ -33,22 +40,14 @@ def show() -> None:
 
 
 def _misses(follower: Follower) -> None:
-    st.subheader("Prompt tokens, last 5 min", anchor=False)
-    tokens = recent_results(follower)
+    begun_ms = begun_late(follower.live_map)
+    stretch = "last 5 min" if begun_ms is None else f"since {clock_text(begun_ms)}"
+    st.subheader(f"Prompt tokens, {stretch}", anchor=False)
+    tokens = recent_results(follower.live_map)
     if any(tokens.values()):  # of none there are no shares
         st.altair_chart(misses(tokens, theme_kind()), width="stretch")
-    st.caption(f"{sum(tokens.values()):,} prompt tokens were looked up in the prefix cache")
-
-
-def recent_results(follower: Follower, seconds: int = MISS_SECONDS) -> dict[str, int]:
-    """Prompt tokens by result over the last minutes, from the counters of each second."""
-    with follower.live_map.lock:
-        columns, times = follower.live_map.spectrogram.figures(0)
-    columns, times = columns[-seconds - 1 :], times[-seconds - 1 :]
-    if len(times) < 2:
-        return dict.fromkeys(RESULTS, 0)
-    spans = (times[1:] - times[:-1]) / 1000.0
-    return {name: round(float((rates(columns, times, f"{name}_tokens") * spans).sum())) for name in RESULTS}
+    words = f"{sum(tokens.values()):,} prompt tokens were looked up in the prefix cache"
+    st.caption(words if begun_ms is None else f"{words} since this dashboard began")
 
 
 def _estimates(follower: Follower, geometry: Geometry) -> None:
@@ -116,8 +115,7 @@ def _show(report: EstimateReport, geometry: Geometry, policies: tuple[str, ...])
         st.dataframe(page_sizes(report, today), hide_index=True)
     st.caption(
         f"sample {report.sampling_rate:.0%} of prefixes, {report.request_count:,} requests, "
-        f"{report.token_count:,} prompt tokens in {report.seconds / 60:.1f} min. "
-        "The diamond is what was really counted: its distance from the curve is how far to believe the rest."
+        f"{report.token_count:,} prompt tokens in {report.seconds / 60:.1f} min. {basis(report)}"
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -161,7 +162,7 @@ def the_commands_show_it(admin: str, path: Path, folder: Path) -> None:
         "whatif", str(path), "--pages", "0.5x,1x,2x", "--page-size", "8,16", "--picture", str(picture)
     )
     assert table.returncode == 0, table.stderr
-    assert "observed then" in table.stdout
+    assert re.search(r"observed then, of \d+ requests? that had ended: hits ", table.stdout)
     assert picture.read_text().startswith("<?xml")
     refused = kvatlas("whatif", str(path), "--host-tier", "20GB")
     assert refused.returncode == 2

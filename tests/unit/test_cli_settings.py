@@ -206,6 +206,7 @@ def test_a_token_comes_from_the_environment_or_a_file_and_never_from_a_flag(tmp_
         ({}, ["--token-file", "/nowhere"], "/nowhere: No such file"),
         ({}, ["--ca-file", "/nowhere"], "CA file /nowhere: No such file"),
         ({}, ["--address", ""], "the address is empty"),
+        ({}, ["--address", "http://a:1/"], "gRPC's addresses have no http://, say 'a:1'"),
         ({}, ["--certificate-file", "x.pem"], "one without the other"),
         ({}, ["--address", "a:1,b:2"], "several addresses must"),
     ],

@@ -288,6 +288,11 @@ def test_several_addresses_become_one_target_or_are_refused() -> None:
     for empty in ("", " ", ",", ()):
         with pytest.raises(ValueError, match="the address is empty"):
             Target(empty)
+    for url in ("http://10.0.0.1:1", "https://10.0.0.1:1/", "10.0.0.1:1,http://10.0.0.1:1"):
+        with pytest.raises(ValueError, match=r"gRPC's addresses have no https?://, say '10\.0\.0\.1:1'"):
+            Target(url)
+    for good in ("dns:///a:1", "unix:///run/a", "unix:/run/a"):
+        assert str(Target(good)) == good
 
 
 def test_every_reason_of_the_protocol_is_a_reason_here_and_has_its_class() -> None:

@@ -28,6 +28,7 @@ from kvatlas.client.errors import (
     RequestError,
     ServerFailure,
     Unavailable,
+    Violation,
     build_error,
 )
 from kvatlas.client.events import Delta, Finished, Started, Summary
@@ -303,6 +304,22 @@ def test_an_error_carries_reason_metadata_and_violations(server: tuple[ScriptedS
     assert str(error) == (
         "INVALID_FIELD: a sentence (spec.sampling.temperature: must be in [0, 2]; spec.stop.max_tokens: is 0)"
     )
+
+
+def test_an_error_says_once_what_is_wrong() -> None:
+    whole = InvalidRequest("spec.n: is 0", violations=[Violation("spec.n", "is 0")])
+    part = InvalidRequest(
+        "too long", violations=[Violation("spec.prompt", "too long"), Violation("spec.n", "is 0")]
+    )
+    assert str(whole) == "UNKNOWN: spec.n: is 0"
+    assert str(part) == "UNKNOWN: too long (spec.prompt; spec.n: is 0)"
+    assert str(InvalidRequest("bad")) == "UNKNOWN: bad"
+
+
+def test_an_address_without_a_port_is_told_which_port_that_means() -> None:
+    failed = build_error("UNAVAILABLE", "errors resolving x", b"", "x")
+    assert str(failed).startswith("UNAVAILABLE: no server answers at x, without a port 443 is meant (")
+    assert "443" not in str(build_error("UNAVAILABLE", "errors resolving x", b"", "x:1"))
 
 
 def test_an_error_carries_the_retry_delay(server: tuple[ScriptedServer, str]) -> None:

@@ -465,6 +465,8 @@ def test_flags_win_over_the_environment() -> None:
         (["--listen", "127.0.0.1:²"], "listen"),
         (["--allowed-origins", "https://ours.example,http://[x"], "allowed_origins: 'http://\\[x' is not"),
         (["--allowed-origins", "ours.example"], "allowed_origins"),
+        (["--server", "http://a:1"], "server: 'http://a:1': gRPC's addresses have no http://"),
+        (["--server", ""], "server: the address is empty"),
         (["--token-file", "/nowhere/token"], "token_file"),
         (["--max-viewers", "0"], "max_viewers"),
     ],

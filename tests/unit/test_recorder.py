@@ -506,7 +506,8 @@ def raw_frame(content: bytes) -> bytes:
         (lambda data: data + raw_frame(b"\xff\xff"), "a frame that cannot be parsed", None),
         (lambda data: data + b"\x04" + bytes(4), "a frame of 4 bytes is not possible", None),
         (lambda data: b"", "no header", 0),
-        (lambda data: b"\xff\xff\xff\xff\xff" + data, "is not possible", 0),
+        (lambda data: b"\xff\xff\xff\xff\xff" + data, "is not possible: this is no recording, or its beg", 0),
+        (lambda data: b"export PATH\n" * 99, "a frame without a checksum: this is no recording, or its", 0),
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_named_by_the_byte(

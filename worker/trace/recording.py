@@ -61,7 +61,7 @@ class Recording:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._frames = read_frames(path)
-        first = next(self._frames, None)
+        first = _first(self._frames)
         if first is None or first.frame.WhichOneof("frame") != "header":
             raise DamagedRecording(0, "no header: this is no recording")
         message = first.frame.header
@@ -144,6 +144,14 @@ class Recording:
 def _has_sharers(parts: Sequence[FrameAt]) -> bool:
     """Whether these frames may be a whole map: its sharers come last, in as many frames as they need."""
     return bool(parts) and parts[-1].frame.WhichOneof("frame") == "sharers"
+
+
+def _first(frames: Iterator[FrameAt]) -> FrameAt | None:
+    """The first frame; what has none in its place is some other file, or one that is damaged there."""
+    try:
+        return next(frames, None)
+    except DamagedRecording as damaged:
+        raise DamagedRecording(0, f"{damaged.why}: this is no recording, or its beginning is lost") from None
 
 
 def _header(message: cache_pb2.RecordingHeader) -> Header:

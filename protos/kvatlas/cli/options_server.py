@@ -144,7 +144,13 @@ DASHBOARD = Command(
     ),
     (
         ADDRESS,
-        Option("listen", str, "host:port where browsers come; port 0: any free one", "127.0.0.1:8501"),
+        Option(
+            "listen",
+            str,
+            "host:port where browsers come; port 0: any free one",
+            "127.0.0.1:8501",
+            metavar="ADDR",
+        ),
         Option("demo", bool, "a simulated pool; no server is asked", False),
         Option("token_file", str, "file with the bearer token for the service", "", metavar="FILE"),
         Option(

@@ -151,11 +151,12 @@ def _sequence_table(picture: Picture, before: Picture | None, max_rows: int) -> 
     sequences = picture.listing.sequences
     if not sequences:
         return Text("no sequences", "dim")
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    # 80 columns hold the names, and words as long as "preempted"; a reason to wait may take a second line.
     table.add_column("request", no_wrap=True)
-    table.add_column("state")
-    for name in ("pages", "tokens", "prompt", "cached", "tokens/s", "prio"):
-        table.add_column(name, justify="right")
+    table.add_column("state", no_wrap=True)
+    for name in ("pages", "tokens", "prompt", "cached", "tok/s", "prio"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("waits for")
     earlier = _token_counts(before)
     for info in sequences[:max_rows]:
@@ -172,7 +173,7 @@ def _sequence_cells(
     if before is not None and key in earlier:
         seconds = max(1e-3, picture.time_seconds - before.time_seconds)
         speed = f"{max(0, info.token_count - earlier[key]) / seconds:.1f}"
-    wait = cache_pb2.WaitReason.Name(info.wait_reason).removeprefix("WAIT_REASON_").lower()
+    wait = cache_pb2.WaitReason.Name(info.wait_reason).removeprefix("WAIT_REASON_").lower().replace("_", " ")
     needs = f" ({info.needed_pages})" if info.needed_pages else ""
     return [
         short_name(info.request_id, info.choice_index),

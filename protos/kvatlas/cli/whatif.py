@@ -128,7 +128,8 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     observed = document["observed"]
     if observed:
         console.print(
-            f"observed then: hits {observed['hit_ratio']:.1%}, {observed['evictions']:,} evictions,"
+            f"observed then, of {counted(observed['num_requests'], 'request')} that had ended:"
+            f" hits {observed['hit_ratio']:.1%}, {observed['evictions']:,} evictions,"
             f" {observed['preemptions']:,} preemptions, waits {observed['mean_queue_seconds'] * 1e3:.1f} ms",
             highlight=False,
         )

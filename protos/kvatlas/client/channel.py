@@ -118,9 +118,18 @@ class Target:
         return self.credentials.metadata()
 
 
-def _target_name(addresses: Sequence[str]) -> str:
+def check_addresses(addresses: Sequence[str]) -> None:
+    """Raises ValueError for what can be no address of a gRPC server, and says why."""
     if not any(addresses):
         raise ValueError("the address is empty")
+    for each in addresses:
+        scheme, colons, rest = each.partition("://")
+        if colons and scheme.lower() in ("http", "https"):
+            raise ValueError(f"{each!r}: gRPC's addresses have no {scheme}://, say {rest.rstrip('/')!r}")
+
+
+def _target_name(addresses: Sequence[str]) -> str:
+    check_addresses(addresses)
     if len(addresses) == 1:
         return addresses[0]
     try:

@@ -117,8 +117,14 @@ class KvatlasError(Exception):
 
     def __str__(self) -> str:
         line = f"{self.reason or self.code}: {self.message}"
-        faults = "; ".join(f"{v.field}: {v.description}" for v in self.violations)
-        return f"{line} ({faults})" if faults and faults not in line else line
+        faults = [f"{v.field}: {v.description}" for v in self.violations]
+        if "; ".join(faults) in line:
+            return line
+        new = [
+            v.field if v.description in line else fault
+            for v, fault in zip(self.violations, faults, strict=True)
+        ]
+        return f"{line} ({'; '.join(new)})"
 
     @property
     def request_id(self) -> str:
@@ -230,7 +236,8 @@ def build_error(code: str, text: str, raw_details: bytes, address: str) -> Kvatl
     if not details.reason and code == "UNAVAILABLE":
         meanings = (meaning for pattern, meaning in _NO_ANSWER if re.search(pattern, text))
         what = next(meanings, "no server answers at")
-        text = f"{what} {address} ({text[:MAX_SHOWN]})"
+        port = "" if ":" in address else ", without a port 443 is meant"
+        text = f"{what} {address}{port} ({text[:MAX_SHOWN]})"
     if not details.reason and code == "UNIMPLEMENTED":
         text = f"no such method at {address}: AdminService has its own address, old servers lack what is new"
     kind = _BY_REASON.get(details.reason) or _BY_CODE.get(code, ServerFailure)
