@@ -158,6 +158,7 @@ class CudaRunner(TorchRunner):
 
         def run_prompts() -> None:
             self.prompt_steps.run_bodies()
+            self.prompt_graphs.run_bodies()
             for step in steps:
                 self._run_dummies(step)
 
