@@ -23,7 +23,7 @@ _LAST_ID = 0x7FFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class LogprobScratch:
-    """Results, and what programs of one row leave for one another. Made once; lives in the CUDA graph."""
+    """Results, and what programs of one row leave for one another; for one step after the other."""
 
     chosen: Tensor  # fp32 [max_rows]: log-probability of the token drawn
     ranks: Tensor  # int32 [max_rows], from 1; equals share the better one

@@ -110,7 +110,7 @@ def answers(
 
 
 def test_the_gpu_path_gives_the_plain_runners_tokens(monkeypatch):
-    """M-24, M-25, B052: padded steps, sampled on the device beside rows the plain sampler draws.
+    """M-24, M-25, B052: padded steps, plain rows beside special ones.
 
     Prompts run whole, alone and beside decodes.
     """
@@ -145,7 +145,7 @@ def test_constraints_hold_on_the_gpu_path_a_step_ahead():
         assert re.fullmatch(pattern, text), text
 
 
-def test_rows_that_the_kernel_does_not_draw_still_replay_a_graph(monkeypatch):
+def test_steps_with_special_rows_still_replay_a_graph(monkeypatch):
     """One graph a size, up to the logits, captured with the first such step."""
     backend = TritonBackend(CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CONTEXT)
     graphs = CudaRunner(MODEL, backend, config(), CPU).graphs

@@ -257,7 +257,7 @@ def test_a_message_leaves_what_the_other_way_does(monkeypatch: pytest.MonkeyPatc
 
 
 def test_other_steps_go_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decodes beside prompts, more spans or tokens than a graph holds, rows that the kernel does not draw."""
+    """Decodes beside prompts, more spans or tokens than a graph holds, special rows and scored ones."""
     found = runner(monkeypatch)
     outcomes = noted(monkeypatch, found)
     many = [(row, 0, 1 + row % 2) for row in range(9)]

@@ -35,7 +35,13 @@ def test_no_step_has_more_decodes_than_rows_or_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("max_step_tokens", "max_running", "counts"),
-    [(900, 256, [256, 128, 64, 32, 16, 8, 4, 2]), (500, 4, [4, 2]), (20, 300, [10, 5, 2])],
+    [
+        (900, 256, [256, 128, 64, 32, 16, 8, 4, 2]),
+        (500, 4, [4, 2]),
+        (20, 300, [10, 8, 4, 2]),
+        (500, 65, [65, 64, 32, 16, 8, 4, 2]),
+        (500, 1, []),
+    ],
 )
 def test_as_many_tokens_are_sampled_as_have_kernels_of_their_own(
     max_step_tokens: int, max_running: int, counts: list[int]

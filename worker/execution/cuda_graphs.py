@@ -182,8 +182,8 @@ class DecodeGraphs:
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Queues one decode step without its draw: logits; rows and kv_lens on the device, as many as rows.
 
-        All three are overwritten by the next run. For rows that something other than the kernel draws; the
-        first step of a size captures its graph.
+        All three are overwritten by the next run. For steps with special rows (special_rows.py), whose draw
+        is behind the graph; the first step of a size captures its graph.
         """
         count, size = len(rows), self._size(kv_lens)
         graph = self._forward_graph(size) if self._captures else None

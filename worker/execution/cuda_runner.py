@@ -158,6 +158,7 @@ class CudaRunner(TorchRunner):
 
         def run_prompts() -> None:
             self.prompt_steps.run_bodies()
+            self.prompt_graphs.run_bodies()
             for step in steps:
                 self._run_dummies(step)
 
@@ -227,7 +228,7 @@ class CudaRunner(TorchRunner):
         return _Replayed(step, outcome, began, is_replayed=self.graphs.captures)
 
     def _run_prompts(self, step: Step, values: Sequence[SampleRow], began: float) -> StepHandle | None:
-        """A step of a few short prompts that the kernel draws; None where it is not one."""
+        """A step of a few short prompts without special rows; None where it is not one."""
         rows = np.frombuffer(step.rows, dtype=np.int32)
         if self._special.has_any(rows) or self._prompt_logprobs.asked(step):
             return None

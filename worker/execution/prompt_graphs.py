@@ -168,6 +168,14 @@ class PromptGraphs:
         last = LastRows(tokens, partial(decode.attend, scale=self._scale))
         return self._model.finish(self._q, self.hidden, self._layers[-1], last)
 
+    def run_bodies(self) -> None:
+        """A whole step for each room beside prompts: for compiling beforehand. No warm step may have so many
+        decodes in a step that is whole.
+        """
+        for beside in self._beside:
+            size = next(grid.sizes[0] for grid in self._grids if grid.room == beside.room)
+            self._whole_body(WholeSize(size, False, beside.room))
+
     def capture_all(self) -> None:
         """Captures every size, the largest first; nothing where graphs are off."""
         for size in reversed(self.sizes) if self._captures else []:

@@ -5,7 +5,7 @@ small model's device computes. So whatever such a step needs is put into pinned 
 two graphs follow (the network as far as the last layer's K and V, then that layer, head and draw of what is
 sampled), and one kernel leaves the results where the host reads them. Owns the buffers and the graphs of what
 is sampled; the network's are those of PromptGraphs. Which steps these are: prompts alone, as many tokens and
-spans as a whole graph holds, rows that the kernel draws.
+spans as a whole graph holds, no special row (special_rows.py) and none that is scored.
 """
 
 from collections.abc import Sequence
@@ -104,7 +104,7 @@ class PromptSteps:
         """Queues a step; None, and nothing is queued, where it needs another way.
 
         starts: how each of step.row_starts is sampled; `with_filters`: whether a sampled row has any. Page
-        copies must be queued already, and every sampled row must be one that the kernel draws.
+        copies must be queued already; no row may be special or scored.
         """
         q_lens = [end - start for start, end in zip(step.starts, step.ends, strict=True)]
         spans = Spans(step.rows, step.ends, q_lens, step.num_decode)

@@ -31,7 +31,7 @@ def warm_steps(*, max_step_tokens: int, max_running: int, max_context: int, dumm
         steps.append(_step(spans, dummy_row, num_decode, max_running))
     steps += [_step(_prompts(size, max_context), dummy_row, 0, max_running) for size in sizes]
     # Of two tokens: where all tokens of a step are sampled none is left out of the last layer.
-    for count in _halves(min(MANY_PROMPTS, max_step_tokens // 2, max_running), least=2):
+    for count in _powers(min(MANY_PROMPTS, max_step_tokens // 2, max_running)):
         steps.append(_step([(0, 2)] * count, dummy_row, 0, max_running))
     if sizes:
         steps.append(_step([_late_piece(max_context)], dummy_row, 0, max_running))
@@ -56,10 +56,17 @@ def _late_piece(max_context: int) -> tuple[int, int]:
     return max(0, end - SMALLEST), end
 
 
-def _halves(size: int, least: int = SMALLEST) -> Iterator[int]:
-    while size >= least:
+def _halves(size: int) -> Iterator[int]:
+    while size >= SMALLEST:
         yield size
         size //= 2
+
+
+def _powers(most: int) -> Iterator[int]:
+    """`most` and the powers of two below it, from 2 on: halves of 65 would leave out 33 to 64."""
+    if most >= 2:
+        yield most
+        yield from (1 << bit for bit in reversed(range(1, (most - 1).bit_length())))
 
 
 def _prompts(num_tokens: int, longest: int) -> list[tuple[int, int]]:
