@@ -2,6 +2,7 @@
 
 import platform
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -24,11 +25,21 @@ from worker.scheduling.step import RowStart
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), needs.COMPILER]
 
-X86 = ["x86-64-v2", "x86-64-v3", "skylake-avx512"]
-ARCHITECTURES = X86 if platform.machine() == "x86_64" else ["native"]
+X86 = {"x86-64-v2": "sse4_2", "x86-64-v3": "avx2", "skylake-avx512": "avx512vl"}
+"""Architectures, and what /proc/cpuinfo must name for their code to run."""
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+def architectures() -> list[Any]:
+    if platform.machine() != "x86_64":
+        return [pytest.param("native")]
+    there = set(Path("/proc/cpuinfo").read_text().split())
+    return [
+        pytest.param(name, marks=pytest.mark.skipif(has not in there, reason=f"a processor without {has}"))
+        for name, has in X86.items()
+    ]
+
+
+@pytest.fixture(scope="module", params=architectures())
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuLibrary:
     path: Path | None = build(tmp_path_factory.mktemp("kernels"), architecture=request.param)
     assert path is not None, "the compiler made none"
