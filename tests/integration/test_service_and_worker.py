@@ -362,6 +362,7 @@ def test_a_worker_that_drains_hands_over_and_its_successor_goes_on(
     spec = ids_of(spec_of("handed over", hold.tokens))
     hold.off()
     alone = list(stack.generate(spec).choices[0].token_ids)
+    wait_until(lambda: stack.active_pages() == 0, "what is told of that answer's pages to be over")
     hold.on()
     pending = stack.generation.Generate.future(pb.GenerateRequest(spec=spec), timeout=CALL_SECONDS)
     wait_until(lambda: stack.active_pages() > 0, "pages in use")
