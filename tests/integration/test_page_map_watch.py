@@ -61,7 +61,7 @@ class Stack:
         )
 
         async def start() -> Service:
-            service = Service(config, Tokenizer.load(files), tokenizer_digest(files))
+            service = Service(config, Tokenizer.load(files), tokenizer_digest(files), files.model_id)
             await service.start()
             return service
 
