@@ -16,8 +16,7 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 from kernels.reference import ReferenceBackend
 from kernels.triton_backend import TritonBackend
-from kvatlas.constraints.compiler import Compiled, Compiler, TokenTable
-from kvatlas.constraints.text import ConstraintText
+from tests.letters import constraint
 from worker.execution.cuda_runner import CudaRunner
 from worker.execution.torch_runner import RunnerConfig, TorchRunner
 from worker.ids import SequenceId
@@ -40,15 +39,6 @@ REQUESTS = [
     SamplingParams(max_tokens=4, stop_at_eos=False, temperature=1.3, top_k=7, top_p=0.9, seed=4),
     SamplingParams(max_tokens=2, stop_at_eos=False, frequency_penalty=1.5, logprobs=2),
 ]
-EOS = 1
-
-
-def constraint(pattern: str) -> Compiled:
-    """For a vocabulary of letters: token 10 is "a", 11 is "b", and so on."""
-    size = CONFIG.vocab_size
-    tokens = [b""] * 10 + [bytes((97 + number,)) for number in range(26)]
-    table = TokenTable((tokens + [b""] * size)[:size], frozenset({0, EOS}), frozenset({EOS}))
-    return Compiler(lambda: table, size).compile(ConstraintText("regex", pattern))
 
 
 CONSTRAINED = [

@@ -23,8 +23,7 @@ from kernels.reference import ReferenceBackend
 from kernels.sample import make_scratch, sample
 from kernels.sample_columns import SampleRow, make_columns, write_rows
 from kernels.triton_backend import TritonBackend
-from kvatlas.constraints.compiler import Compiled, Compiler, TokenTable
-from kvatlas.constraints.text import ConstraintText
+from tests.letters import EOS, constraint
 from worker.execution import special_rows
 from worker.execution.constraint_masks import StepMasks
 from worker.execution.cuda_runner import CudaRunner
@@ -46,15 +45,6 @@ CPU = torch.device("cpu")
 PAGE_SIZE, MAX_RUNNING, CONTEXT = 4, 5, 64
 CONFIG = toy_config(has_qk_norm=True)
 MODEL = toy_model(CONFIG)
-EOS = 1
-
-
-def constraint(pattern: str) -> Compiled:
-    """For a vocabulary of letters: token 10 is "a", 11 is "b", and so on."""
-    size = CONFIG.vocab_size
-    tokens = [b""] * 10 + [bytes((97 + number,)) for number in range(26)]
-    table = TokenTable((tokens + [b""] * size)[:size], frozenset({0, EOS}), frozenset({EOS}))
-    return Compiler(lambda: table, size).compile(ConstraintText("regex", pattern))
 
 
 REQUESTS = [

@@ -66,7 +66,9 @@ class SpecialRows:
 
         logits, ids and is_finite as `kernels.sample.sample` had and returned them, with `edits`.
         """
-        asking = [index for index, row in enumerate(rows.tolist()) if row in self._num_logprobs]
+        asking: list[int] = []
+        if self._num_logprobs:  # most steps with prompts come here without any
+            asking = [index for index, row in enumerate(rows.tolist()) if row in self._num_logprobs]
         counts = [self._num_logprobs[int(rows[index])] for index in asking]
         logprobs = None
         if asking:

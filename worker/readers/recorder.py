@@ -159,7 +159,7 @@ class Recorder:
         try:
             if self._recording is not None:
                 self._end(cause, why)
-        except Exception:
+        except Exception:  # any bug of the end: this thread has other calls about recordings to answer
             logger.exception("event=recorder_failed")
 
     def turn(self) -> None:
