@@ -104,8 +104,11 @@ class GraphBackend(AttentionBackend, Protocol):
         """As `run`, K and V already stored; into `out`, contiguous, if given."""
         ...
 
-    def static_decode(self, page_table: Tensor, max_batch: int) -> StaticDecode:
-        """Its decode attention for batches up to `max_batch` over this table, int32 [num_rows, width]."""
+    def static_decode(self, page_table: Tensor, max_batch: int, *, is_beside: bool = False) -> StaticDecode:
+        """Its decode attention for batches up to `max_batch` over this table, int32 [num_rows, width].
+
+        is_beside: other rows' products and attention run at the same time.
+        """
         ...
 
     def static_prefill(self, page_table: Tensor, max_tokens: int) -> StaticPrefill | None:

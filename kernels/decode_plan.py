@@ -44,6 +44,7 @@ class DecodeLaunch:
     wave_per_sm: int  # tiles of a wave
     product_stages: int | None = None  # of the form that takes the qkv product, if others
     is_stretched: bool = False  # more tiles than a wave: an equal stretch for every program, and no queue
+    is_next_late: bool = False  # a dependent launch begins when programs end, not when they begin
 
 
 FEW = DecodeLaunch(block=64, warps=4, stages=3, programs_per_sm=2, wave_per_sm=2, product_stages=2)
@@ -52,6 +53,12 @@ SOME = DecodeLaunch(block=64, warps=2, stages=3, programs_per_sm=2, wave_per_sm=
 """For two to FEW_SPANS where the kernel takes the qkv product; the list is the same as for FEW."""
 MANY = DecodeLaunch(block=32, warps=1, stages=4, programs_per_sm=4, wave_per_sm=4, is_stretched=True)
 """For more: what counts is the number of bytes under way, and a warp waits for no other."""
+BESIDE = DecodeLaunch(
+    block=32, warps=1, stages=3, programs_per_sm=3, wave_per_sm=3, is_stretched=True, is_next_late=True
+)
+"""For MANY of a group of rows beside others (worker/execution/row_groups.py): two of its size and no product
+fit a multiprocessor, so half of them attend to one group while the other group's products have the rest; and
+a product that waited for its attention would hold a multiprocessor that another group could use."""
 WIDE = DecodeLaunch(block=32, warps=4, stages=3, programs_per_sm=2, wave_per_sm=2)
 """For rows of K of more than WIDE_BYTES: one warp's registers would not hold them."""
 WIDE_BYTES = 256

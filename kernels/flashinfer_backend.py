@@ -115,10 +115,10 @@ class FlashInferBackend:
             out[:count] = self._decode.attend(kv, q[:count], scale=scale)
         return out
 
-    def static_decode(self, page_table: Tensor, max_batch: int) -> StaticDecode:
+    def static_decode(self, page_table: Tensor, max_batch: int, *, is_beside: bool = False) -> StaticDecode:
         """See kernels.backend.GraphBackend."""
         if self._beside is not None:
-            return self._beside.static_decode(page_table, max_batch)
+            return self._beside.static_decode(page_table, max_batch, is_beside=is_beside)
         return FlashInferStaticDecode(self._planner, page_table, max_batch, is_captured=True)
 
     def static_prefill(self, page_table: Tensor, max_tokens: int) -> StaticPrefill | None:

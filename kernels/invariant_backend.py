@@ -45,7 +45,9 @@ class InvariantBackend:
         assert self._tiles is not None, "made with the batch"
         return paged_prefill(q, kv, self._batch, self._tiles, scale=scale, out=out)
 
-    def static_decode(self, page_table: Tensor, max_batch: int) -> "InvariantStaticDecode":
+    def static_decode(
+        self, page_table: Tensor, max_batch: int, *, is_beside: bool = False
+    ) -> "InvariantStaticDecode":
         """See kernels.backend.GraphBackend."""
         return InvariantStaticDecode(page_table, max_batch)
 

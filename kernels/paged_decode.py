@@ -129,6 +129,7 @@ def _launch(
             has_norm,
             is_early,
             plan.is_stretched(num_spans, row_bytes),
+            launch.is_next_late,
             is_dependent,
         ),
         num_warps=launch.warps,
@@ -177,6 +178,7 @@ def _decode_kernel(
     HAS_NORM: tl.constexpr,
     EARLY: tl.constexpr,
     STRETCHED: tl.constexpr,
+    NEXT_LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """OF_PRODUCT: q is the qkv product; EARLY: it is waited for in a tile's first turn, not before.
@@ -192,7 +194,8 @@ def _decode_kernel(
     row_ok = (rows % REPEAT == 0) & (rows // REPEAT < GROUP)
     mask = row_ok[None, :] & dims_ok[:, None]
     if PDL:
-        gdc_launch_dependents()
+        if not NEXT_LATE:
+            gdc_launch_dependents()
         if not OF_PRODUCT:
             gdc_wait()
     tile = tl.program_id(0)
@@ -292,6 +295,8 @@ def _decode_kernel(
     if has_queue & (tile == num_programs + total - 1):
         tl.store(queue, 0)
     if PDL:
+        if NEXT_LATE:
+            gdc_launch_dependents()
         gdc_wait()  # programs without a tile wait, too
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.batch import KvLayer, PagedBatch
 from kernels.cluster_launch import LONGEST, cluster_launch
-from kernels.decode_plan import DecodePlan, make_plan, plan_decode
+from kernels.decode_plan import BESIDE, WIDE_BYTES, DecodePlan, make_plan, plan_decode
 from kernels.paged_decode import paged_decode, paged_decode_product
 from kernels.paged_prefill import paged_prefill
 from kernels.prefill_plan import PrefillSplit, list_tiles, make_split, num_parts
@@ -79,10 +79,15 @@ class TritonBackend:
             paged_decode(q[first], kv, batch.page_table, decode, scale=scale, out=out[first])
         return out
 
-    def static_decode(self, page_table: Tensor, max_batch: int) -> "TritonStaticDecode":
+    def static_decode(
+        self, page_table: Tensor, max_batch: int, *, is_beside: bool = False
+    ) -> "TritonStaticDecode":
         """See kernels.backend.GraphBackend."""
+        is_wide = 2 * self._shape[2] > WIDE_BYTES
+        launch = BESIDE if is_beside and not is_wide else None
+        width, device = page_table.shape[1], page_table.device
         return TritonStaticDecode(
-            make_plan(max_batch, *self._shape, page_table.shape[1], page_table.device), page_table
+            make_plan(max_batch, *self._shape, width, device, launch=launch), page_table
         )
 
     def static_prefill(self, page_table: Tensor, max_tokens: int) -> TritonStaticPrefill:

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 from kernels import fp8
 from kernels.batch import KvLayer
-from kernels.decode_plan import FEW, MANY, DecodeLaunch, DecodePlan, plan_decode
+from kernels.decode_plan import BESIDE, FEW, MANY, DecodeLaunch, DecodePlan, plan_decode
 from kernels.dependent_launch import allow_dependent_launches, dependent_launches
 from kernels.few_rows import product
 from kernels.matvec import matvec
@@ -65,7 +65,7 @@ def test_groups_and_head_sizes_leave_what_two_kernels_do(
         check(problem, None)
 
 
-@pytest.mark.parametrize("launch", [FEW, MANY])
+@pytest.mark.parametrize("launch", [FEW, MANY, BESIDE])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_lengths_at_every_edge_leave_what_two_kernels_do(dtype: torch.dtype, launch: DecodeLaunch) -> None:
     if dtype == torch.float32:
@@ -113,7 +113,8 @@ def test_what_is_no_number_is_stored_as_none_in_e4m3_pages(
 
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize(
-    ("num_rows", "launch"), [(1, None), (2, None), (4, None), (4, QUEUED), (8, None), (16, None), (64, None)]
+    ("num_rows", "launch"),
+    [(1, None), (2, None), (4, None), (4, QUEUED), (8, None), (16, None), (64, None), (64, BESIDE)],
 )
 def test_a_chain_that_begins_early_leaves_the_bits_of_one_that_waits(
     num_rows: int, launch: DecodeLaunch | None, with_norm: bool

@@ -7,13 +7,15 @@ import pytest
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 # Prints of each launch: programs a multiprocessor that it counts on, that its registers and its shared memory
-# let fit, and whether K and V are asked for before the wait for the product.
+# let fit, whether K and V are asked for before the wait for the product, and whether the next kernel may
+# begin only behind a program's last turn. Beside another group of rows twice as many programs are to fit.
 PROGRAM = """
 import dataclasses, re, subprocess, tempfile
 import torch
 from triton import knobs
 from kernels import dependent_launch, fp8, launcher
 from kernels.batch import KvLayer
+from kernels.decode_plan import BESIDE
 from kernels.testing_decode import DecodeProblem
 from kernels.testing_driver import AbsentGpu
 
@@ -28,13 +30,13 @@ def registers(cubin):
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return int(re.search(r"REG:(\\d+)", said)[1])
 
-def describe(rows, attend, shape=(32, 8, 128), is_fp8=False):
+def describe(rows, attend, shape=(32, 8, 128), is_fp8=False, launch=None):
     launcher._compiled.clear()
     problem = DecodeProblem(shape, 16, [40] * rows, with_norm=True, dtype=torch.bfloat16)
     kv = problem.kv
     if is_fp8:
         kv = KvLayer(fp8.to_fp8(kv.k, 0.02), fp8.to_fp8(kv.v, 0.02), 0.02, 0.02)
-    plan = dataclasses.replace(problem.plan(), multiprocessors=132)
+    plan = dataclasses.replace(problem.plan(launch), multiprocessors=132)
     with dependent_launch.dependent_launches():
         attend(problem, kv, plan)
     (kernel,) = (one for one in launcher._compiled.values() if one.name == "_decode_kernel")
@@ -45,7 +47,9 @@ def describe(rows, attend, shape=(32, 8, 128), is_fp8=False):
     is_early = ptx.index("cp.async") < ptx.index("griddepcontrol.wait")
     # What is read early must not come out of the multiprocessor's own cache.
     assert not is_early or "cp.async.ca" not in ptx
-    print(plan.launch_of(rows, 2 * shape[2]).programs_per_sm, by_registers, by_memory, is_early)
+    is_late = ptx.rindex("mma.sync") < ptx.index("griddepcontrol.launch_dependents")
+    counted = plan.launch_of(rows, 2 * shape[2]).programs_per_sm * (2 if launch else 1)
+    print(counted, by_registers, by_memory, is_early, is_late)
 
 for rows in (1, 4, 8, 16):
     describe(rows, DecodeProblem.by_one)
@@ -53,6 +57,7 @@ describe(1, DecodeProblem.by_one, is_fp8=True)
 for rows in (1, 8):
     describe(rows, DecodeProblem.by_two_kernels)
 describe(8, DecodeProblem.by_two_kernels, (16, 1, 256))
+describe(64, DecodeProblem.by_one, (16, 8, 128), launch=BESIDE)
 """
 
 
@@ -61,10 +66,12 @@ def test_as_many_programs_fit_as_a_launch_counts_on_and_the_product_is_waited_fo
     run_on_absent_gpu: Callable[[str], list[str]],
 ) -> None:
     """A program too many for its multiprocessor is a second wave, also where it has no tile."""
-    early = []
+    early, late = [], []
     for line in run_on_absent_gpu(PROGRAM):
-        counted, by_registers, by_memory, is_early = line.split()
+        counted, by_registers, by_memory, is_early, is_late = line.split()
         assert int(counted) <= int(by_registers)
         assert int(counted) <= int(by_memory)
         early.append(is_early)
-    assert early == [*["True"] * 4, *["False"] * 4]
+        late.append(is_late)
+    assert early == [*["True"] * 4, *["False"] * 4, "True"]
+    assert late == [*["False"] * 8, "True"]

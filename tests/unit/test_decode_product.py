@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 from kernels import fp8
 from kernels.batch import KvLayer
-from kernels.decode_plan import FEW, MANY, DecodeLaunch
+from kernels.decode_plan import BESIDE, FEW, MANY, DecodeLaunch
 from kernels.store_kv import store_kv
 from kernels.testing_decode import DecodeProblem, bits, copied
 
@@ -27,7 +27,7 @@ SHAPES = [  # heads, KV heads, head_dim, page size, kv lengths, norm of heads
 ONE_PROGRAM = DecodeLaunch(block=16, warps=4, stages=3, programs_per_sm=1, wave_per_sm=2)
 
 
-@pytest.mark.parametrize("launch", [FEW, MANY, ONE_PROGRAM])
+@pytest.mark.parametrize("launch", [FEW, MANY, BESIDE, ONE_PROGRAM])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "page", "kv_lens", "with_norm"), SHAPES)
 def test_one_launch_leaves_what_two_kernels_do(heads, kv_heads, dim, page, kv_lens, with_norm, launch):
     """Attention, K and V of the new token, and no other slot; also where a chunk is the new token alone."""

@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton", reason="Triton has wheels for Linux only"
 
 from kernels import fp8, reference  # noqa: E402
 from kernels.batch import KvLayer, PagedBatch  # noqa: E402
-from kernels.decode_plan import FEW, MANY, MAX_CHUNKS, SOME, make_plan, plan_decode  # noqa: E402
+from kernels.decode_plan import BESIDE, FEW, MANY, MAX_CHUNKS, SOME, WIDE, make_plan, plan_decode  # noqa: E402
 from kernels.matvec import matvec  # noqa: E402
 from kernels.paged_decode import paged_decode  # noqa: E402
 from kernels.paged_prefill import paged_prefill  # noqa: E402
@@ -126,6 +126,14 @@ def test_the_shape_of_a_launch_is_that_of_its_spans_and_form():
     plan = make_plan(5, 4, 2, 64, 320, torch.device("cpu"))
     assert [plan.launch_of(spans) for spans in (1, 2, 4, 5)] == [FEW, FEW, FEW, MANY]
     assert [plan.launch_of(spans, of_product=True) for spans in (1, 2, 4, 5)] == [FEW, SOME, SOME, MANY]
+
+
+@pytest.mark.parametrize(("head_dim", "alone", "beside"), [(128, MANY, BESIDE), (256, WIDE, WIDE)])
+def test_rows_beside_others_leave_room_for_them(head_dim, alone, beside):
+    """But for heads whose rows a single warp's registers would not hold."""
+    backend, table = TritonBackend(4, 2, head_dim, 320), torch.zeros(65, 320, dtype=torch.int32)
+    plans = [backend.static_decode(table, 64, is_beside=is_beside)._plan for is_beside in (False, True)]
+    assert [plan.launch_of(64, 2 * head_dim, of_product=True) for plan in plans] == [alone, beside]
 
 
 def test_a_sequence_has_the_same_bits_alone_as_in_company():

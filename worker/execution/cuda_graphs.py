@@ -107,7 +107,9 @@ class DecodeGraphs:
         )
         most = max(map(model.num_groups, self.sizes)) if isinstance(self._decode, ProductDecode) else 1
         groups = range(most if most > 1 else 0)
-        self._of_groups = [backend.static_decode(tables.page_table, 2 * PRODUCT_ROWS) for _ in groups]
+        self._of_groups = [
+            backend.static_decode(tables.page_table, 2 * PRODUCT_ROWS, is_beside=True) for _ in groups
+        ]
         self._parts = {size: self._parts_of(size) for size in self.sizes}
         self._branches = Branches(most, device)
         self._scratch: SampleScratch = make_scratch(max_batch, config.vocab_size, device)
