@@ -47,7 +47,7 @@ def describe(rows, attend, shape=(32, 8, 128), is_fp8=False, launch=None):
     is_early = ptx.index("cp.async") < ptx.index("griddepcontrol.wait")
     # What is read early must not come out of the multiprocessor's own cache.
     assert not is_early or "cp.async.ca" not in ptx
-    is_late = ptx.rindex("mma.sync") < ptx.index("griddepcontrol.launch_dependents")
+    is_late = ptx.rindex("mma") < ptx.index("griddepcontrol.launch_dependents")
     counted = plan.launch_of(rows, 2 * shape[2]).programs_per_sm * (2 if launch else 1)
     print(counted, by_registers, by_memory, is_early, is_late)
 
