@@ -20,6 +20,7 @@ from kvatlas.start_failures import start_reason
 from worker import head_start, log
 from worker.config import ConfigError, WorkerConfig, from_args, wants_print
 from worker.link.addresses import AddressError
+from worker.read_ahead import ReadAhead
 
 if TYPE_CHECKING:
     from worker.process import WorkerProcess
@@ -57,13 +58,13 @@ def main(arguments: Sequence[str]) -> int:
 def _import_all(config: WorkerConfig) -> None:
     """All modules, without the collector: none of them goes again, and it would walk them dozens of times."""
     gc.disable()
-    threads = []
+    threads, read_ahead = [], ReadAhead()
     if config.runner == "torch":
         uses_cuda = config.device == "cuda"
         if uses_cuda:
             begin_compilers(config)
-        tasks = [head_start.open_device, head_start.prepare_triton] if uses_cuda else []
-        threads = [head_start.begin(task) for task in tasks]
+            tasks = (read_ahead.read_libraries, head_start.open_device, head_start.prepare_triton)
+            threads = [head_start.begin(task) for task in tasks]
         with log.log_phase(logger, "import_torch"):
             import_module("torch")
         if uses_cuda:
@@ -72,6 +73,7 @@ def _import_all(config: WorkerConfig) -> None:
             import_module("worker.torch_device")
     with log.log_phase(logger, "import_rest"):
         import_module("worker.process")
+        read_ahead.close()
         for thread in threads:
             thread.join()
     gc.freeze()

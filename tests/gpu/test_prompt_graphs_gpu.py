@@ -104,6 +104,7 @@ def test_captured_steps_leave_the_bits_of_eager_ones(
     with torch.inference_mode():
         (captured, stored), (eager, plain) = graphs(True), graphs(False)
         captured.capture_all()
+        assert set(captured._graphs) == {320, 384, 448, 512}, "others when a step is in pieces"
         for turn in range(3 * len(steps)):
             batch = batch_of(steps[turn % len(steps)], table)
             ids = torch.randint(0, config.vocab_size, (len(batch.positions),), device=DEVICE)
@@ -114,6 +115,7 @@ def test_captured_steps_leave_the_bits_of_eager_ones(
             for left, right in zip(stored, plain, strict=True):
                 assert torch.equal(left.k[:SLOTS], right.k[:SLOTS])
                 assert torch.equal(left.v[:SLOTS], right.v[:SLOTS])
+    assert set(captured._graphs) == {96, 320, 384, 448, 512}, "a scored prompt beside a decode"
     captured.close()
 
 

@@ -11,12 +11,16 @@ Of most prompt tokens only K and V are ever read. So graphs end where the last l
 follows runs for the tokens that are sampled: eagerly, since their number is any. A piece of its own holds the
 last layer's rest for all tokens, where a prompt is scored.
 
+Of a number of tokens whose steps are mostly whole the pieces are captured when a step first needs them: 29
+graphs a size for a model of 28 layers, and few starts see one.
+
 Owns the static buffers and the graphs. Where graphs are off the same steps run eagerly, padded alike: the
 library picks its products by size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +34,8 @@ from worker.execution.whole_sizes import WholeSize, grids_of, least, least_grid,
 from worker.model.fused import FusedModel, LastRows, add
 
 SMALLEST, LARGE = 64, 1024  # tokens
+
+Captured = TypeVar("Captured")
 
 
 def token_sizes(max_tokens: int) -> list[int]:
@@ -111,6 +117,8 @@ class PromptGraphs:
         size = whole.num_tokens if whole is not None else least(self.sizes, num_tokens)
         if size is None:
             return self._run_eagerly(hidden, batch, last)
+        if whole is None and self._captures and size not in self._graphs:
+            self._captured_on_stream(partial(self._capture_pieces, size))  # before the buffers are filled
         self._take(hidden, batch, size)
         if whole is not None:
             self._prepare_whole(batch, whole)
@@ -177,9 +185,11 @@ class PromptGraphs:
             self._whole_body(WholeSize(size, False, beside.room))
 
     def capture_all(self) -> None:
-        """Captures every size, the largest first; nothing where graphs are off."""
+        """Captures every size, the largest first, pieces only where no step is whole; nothing where graphs
+        are off.
+        """
         for size in reversed(self.sizes) if self._captures else []:
-            self._capture(size)
+            self._captured_on_stream(partial(self._capture, size))
 
     def _whole_of(self, batch: PagedBatch, num_tokens: int, *, is_scored: bool) -> WholeSize | None:
         """See `whole_size`; a scored step beside decodes is for pieces, too."""
@@ -305,31 +315,42 @@ class PromptGraphs:
 
     def captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """What `work` queues, as a graph in the memory of the others; it must have run before."""
+        return self._captured_on_stream(lambda: self._recorded(work))
+
+    def _captured_on_stream(self, capture: Callable[[], Captured]) -> Captured:
         stream = self._stream
         assert stream is not None, "graphs are off"
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            graph = self._recorded(work)
+            captured = capture()
         torch.cuda.current_stream().wait_stream(stream)
-        return graph
+        return captured
 
     def _capture(self, size: int) -> None:
-        stream = self._stream
-        assert stream is not None, "graphs are off"
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._positions.zero_()
-            self._slots.fill_(self._dummy_slot)
-            with self._model.shallow():
-                for _ in self.pieces(size):  # so that the libraries have loaded and allocated what they need
-                    pass
-                self._last_piece(size)
-            pieces = self.pieces(size)
-            graphs = [self._recorded(lambda: next(pieces)) for _ in self._layers]
-            self._graphs[size] = [*graphs, self._recorded(partial(self._last_piece, size))]
-            for whole in whole_sizes_at(size, self._grids) if self.static is not None else []:
-                self._whole[whole] = self._recorded(partial(self._whole_body, whole))
-        torch.cuda.current_stream().wait_stream(stream)
+        self._run_shallow(size)
+        wholes = list(whole_sizes_at(size, self._grids)) if self.static is not None else []
+        for whole in wholes:
+            self._whole[whole] = self._recorded(partial(self._whole_body, whole))
+        if not any(whole.room == 0 for whole in wholes):
+            self._record_pieces(size)
+
+    def _capture_pieces(self, size: int) -> None:
+        self._run_shallow(size)
+        self._record_pieces(size)
+
+    def _run_shallow(self, size: int) -> None:
+        """So that the libraries have loaded and allocated what they need."""
+        self._positions.zero_()
+        self._slots.fill_(self._dummy_slot)
+        with self._model.shallow():
+            for _ in self.pieces(size):
+                pass
+            self._last_piece(size)
+
+    def _record_pieces(self, size: int) -> None:
+        pieces = self.pieces(size)
+        graphs = [self._recorded(lambda: next(pieces)) for _ in self._layers]
+        self._graphs[size] = [*graphs, self._recorded(partial(self._last_piece, size))]
 
     def _recorded(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
