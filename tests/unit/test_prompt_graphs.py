@@ -6,6 +6,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so befo
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -256,6 +257,54 @@ def test_steps_that_one_graph_does_not_hold_run_in_pieces(monkeypatch: pytest.Mo
         batch = batch_of(torch.arange(num_tokens, dtype=torch.int32), num_decode)
         graphs.run(MODEL.embedding[torch.ones(num_tokens, dtype=torch.int64)], batch)
         assert (backend.num_plans, backend.num_prepared) == expected
+
+
+class Recorded(PromptGraphs):
+    """Captures where there is no GPU: what would be recorded runs, and is not replayed."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments, capture=False)
+        self._captures = True
+
+    def _captured_on_stream(self, capture: Any) -> Any:
+        return capture()
+
+    def _recorded(self, work: Any) -> Any:
+        work()
+        return SimpleNamespace(replay=lambda: None)
+
+
+def test_pieces_are_captured_at_a_start_only_where_no_step_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others when a step needs them, but not before the start's captures: until then launches may be asked
+    for alone, and a graph would be empty.
+    """
+    monkeypatch.setattr("worker.execution.prompt_graphs.SMALLEST", 8)
+    monkeypatch.setattr("worker.execution.whole_sizes.WHOLE_TOKENS", 10)
+    given: Any = PlainAttention(is_static=True)
+    table = torch.zeros(1, SLOTS, dtype=torch.int32)
+    graphs = Recorded(
+        model=MODEL,
+        backend=given,
+        kv=layers(),
+        page_table=table,
+        max_tokens=12,
+        dummy_slot=SLOTS,
+        scale=0.3,
+    )
+    assert graphs.sizes == [8, 10, 12]
+
+    def step_beside_a_decode(num_tokens: int) -> None:
+        batch = batch_of(torch.arange(num_tokens, dtype=torch.int32), 1)
+        graphs.run(MODEL.embedding[torch.ones(num_tokens, dtype=torch.int64)], batch)
+
+    step_beside_a_decode(8)
+    assert not graphs._graphs
+    graphs.capture_all()
+    assert set(graphs._graphs) == {12}
+    assert {whole.num_tokens for whole in graphs._whole} == {8, 10}
+    for _ in range(2):
+        step_beside_a_decode(8)
+        assert set(graphs._graphs) == {8, 12}
 
 
 # --- the real static attention -------------------------------------------------------------------

@@ -102,6 +102,7 @@ class PromptGraphs:
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}  # by size, in pieces
         self._whole: dict[WholeSize, torch.cuda.CUDAGraph] = {}
         self._captures = capture and device.type == "cuda"
+        self._captures_late = False  # before `capture_all` steps may run that only ask for their kernels
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         # One for all captures: the library keeps a workspace for every stream that it has seen.
         self._stream = torch.cuda.Stream(device) if self._captures else None  # type: ignore[no-untyped-call]
@@ -117,7 +118,7 @@ class PromptGraphs:
         size = whole.num_tokens if whole is not None else least(self.sizes, num_tokens)
         if size is None:
             return self._run_eagerly(hidden, batch, last)
-        if whole is None and self._captures and size not in self._graphs:
+        if whole is None and self._captures_late and size not in self._graphs:
             self._captured_on_stream(partial(self._capture_pieces, size))  # before the buffers are filled
         self._take(hidden, batch, size)
         if whole is not None:
@@ -190,6 +191,7 @@ class PromptGraphs:
         """
         for size in reversed(self.sizes) if self._captures else []:
             self._captured_on_stream(partial(self._capture, size))
+        self._captures_late = self._captures
 
     def _whole_of(self, batch: PagedBatch, num_tokens: int, *, is_scored: bool) -> WholeSize | None:
         """See `whole_size`; a scored step beside decodes is for pieces, too."""
