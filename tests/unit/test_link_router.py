@@ -173,6 +173,27 @@ def test_a_queue_has_an_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> No
     assert bench.refuses(b"stuck") == "its queue is full"
 
 
+def test_a_queue_of_large_messages_has_an_end_in_bytes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten thousand messages of a megabyte were ten gigabytes, for one service that asks and does not read."""
+    monkeypatch.setattr(router_module, "WAITING_BYTES", 3_000_000)
+    reader = bench.stranger(zmtp.GREETING + zmtp.ready("DEALER", b"slow") + zmtp.frame(b"here"))
+    bench.receive()
+    bench.router.send(b"slow", bytes(10 << 20))
+    for _ in range(3):
+        bench.router.send(b"slow", bytes(1_000_000))
+    assert bench.refuses(b"slow") == "its queue is full"
+    reader.setblocking(False)
+
+    def has_room() -> bool:
+        with suppress(BlockingIOError):
+            reader.recv(1 << 20)
+        return bench.refuses(b"slow") == ""
+
+    bench.serve_until(has_room)
+
+
 def test_who_has_left_is_unreachable(bench: Bench) -> None:
     assert "unreachable" in bench.refuses(b"a")
     dealer = bench.dealer(b"a")
@@ -311,6 +332,35 @@ def test_what_waits_goes_also_while_nothing_is_read(bench: Bench) -> None:
         bench.router.wait(0.001, reads=False)
         with suppress(BlockingIOError):
             came += reader.recv(1 << 20)
+
+
+def test_room_that_was_seen_before_what_waited_had_gone_sends_nothing_twice(bench: Bench) -> None:
+    """The engine was behind between a wait and what it had found: the end of a message went out again."""
+    reader = bench.stranger(zmtp.GREETING + zmtp.ready("DEALER", b"a") + zmtp.frame(b"here"))
+    bench.receive()
+    message = os.urandom(1_000_000)
+    bench.router.send(b"a", message)
+    reader.setblocking(False)
+    came, answers = zmtp.Reader(), list[bytes]()
+
+    def read() -> None:
+        with suppress(BlockingIOError):
+            while data := reader.recv(1 << 20):
+                answers.extend(came.take(data))
+
+    read()
+    bench.router.wait(WAIT_SECONDS, reads=True)  # there is room again
+    connection = bench.router._by_identity[b"a"]
+    end = time.monotonic() + WAIT_SECONDS
+    while connection.held_up:
+        assert time.monotonic() < end
+        bench.router.wait(0.0, reads=False)
+        read()
+    assert len(connection.unsent) == 0, "nothing is kept of what is gone"
+    assert bench.router.receive() is None  # what the wait had found
+    bench.router.send(b"a", b"after")
+    read()
+    assert answers == [message, b"after"]
 
 
 def test_a_path_that_cannot_be_bound_is_said(tmp_path: Path) -> None:
