@@ -23,6 +23,7 @@ HIGH_WATER_MARK = 10_000  # messages that wait for one service
 WAITING_BYTES = 1 << 30  # of them, on one host: twice what a service's open calls may bring at once
 READ_BYTES = 64 * 1024  # of one connection, before the next one's turn
 MAX_CONNECTIONS = 2 * MAX_SERVICES  # one that is over may not have been noticed yet
+PASSED_OVER = 64  # messages that are none of ours, before others have their turn
 HANDSHAKE_SECONDS = 5.0  # for a connection, where others want its place
 DEAF_SECONDS = 1.0  # after an accept that failed
 LINGER_POLL_SECONDS = 0.002
@@ -97,13 +98,14 @@ class ZmqRouter:
 
     def receive(self) -> tuple[bytes, bytes] | None:
         """Routing id and message of whoever has sent one; None: nothing is there now."""
-        while True:
+        for _ in range(PASSED_OVER):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return None
             if len(frames) == 2:
                 return frames[0], frames[1]
+        return None
 
     def send(self, identity: bytes, data: bytes) -> None:
         """Sends it, or puts it in that peer's queue. Raises CannotSend."""
