@@ -154,6 +154,21 @@ def test_a_link_that_fails_in_other_hands_ends_as_in_its_own(
     assert not bench.link.thread.is_alive()
 
 
+def test_a_link_that_fails_while_its_thread_stands_in_is_over_for_who_has_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread went on with a socket that was closed already, and told of a second failure."""
+    bench.lent.wait(0.0)
+    monkeypatch.setattr(bench.link, "_receive", None)  # not callable
+    bench.link.thread.join(WAIT_SECONDS)
+    assert bench.failures == ["failed"]
+    turns: list[float] = []
+    monkeypatch.setattr(bench.link, "_turn", lambda *given: turns.append(given[0]))
+    bench.lent.look()
+    bench.lent.wake()
+    assert (bench.failures, turns) == (["failed"], [])
+
+
 def test_without_a_link_the_engine_sleeps_on_its_commands(bench: Bench) -> None:
     lent = LentLink(None, bench.commands, bench.outputs)
     spec = RequestSpec(SequenceId(1), array("I", [1]), params=None)  # type: ignore[arg-type]
