@@ -82,11 +82,12 @@ class Obedience:
     def close(self) -> None:
         """The engine ends: calls that are not answered yet are told."""
         self._rows.close()
-        if (check := self._check) is not None:
-            self._check = None
-            text = "the worker ends"
-            failure = CallFailure(check.ticket, CallError.UNAVAILABLE, CallReason.DRAINING, text)
-            self._outputs.put(failure)
+        check, self._check = self._check, None
+        for command in (check, self._profiler.close()):
+            if command is not None:
+                text = "the worker ends"
+                failure = CallFailure(command.ticket, CallError.UNAVAILABLE, CallReason.DRAINING, text)
+                self._outputs.put(failure)
 
     def obey(self, command: EngineCommand, now: float) -> None:
         """Does it and puts its answer out."""

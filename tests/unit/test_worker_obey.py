@@ -19,6 +19,8 @@ from worker.messages import (
     Flush,
     FlushAnswer,
     LinkMessage,
+    Profile,
+    Recorded,
     Ticket,
 )
 from worker.obey import Obedience
@@ -113,3 +115,17 @@ def test_one_check_of_everything_at_a_time_and_each_call_has_one_answer(desk: De
     (told,) = desk.answers()
     assert isinstance(told, CallFailure)
     assert (told.ticket, told.error) == (third, CallError.UNAVAILABLE)
+
+
+def test_a_profile_that_runs_when_the_worker_ends_is_answered(desk: Desk) -> None:
+    """Nobody answered it: its caller waited until the connection was gone."""
+    ends: list[Recorded | None] = []
+    profile = Profile(TICKET, 3, 100.0, False, lambda recorded, num_steps, why: ends.append(recorded))
+    desk.obedience.obey(profile, 0.0)
+    assert desk.obedience.next_time == 100.0
+    desk.obedience.close()
+    desk.obedience.close()
+    text = "the worker ends"
+    assert list(desk.answers()) == [CallFailure(TICKET, CallError.UNAVAILABLE, CallReason.DRAINING, text)]
+    desk.obedience.take_own({}, 200.0)
+    assert (ends, desk.obedience.next_time) == ([], None), "it is answered"
