@@ -173,9 +173,7 @@ def test_a_queue_has_an_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> No
     assert bench.refuses(b"stuck") == "its queue is full"
 
 
-def test_a_queue_of_large_messages_has_an_end_in_bytes(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_queue_of_large_messages_has_an_end_in_bytes(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten thousand messages of a megabyte were ten gigabytes, for one service that asks and does not read."""
     monkeypatch.setattr(router_module, "WAITING_BYTES", 3_000_000)
     reader = bench.stranger(zmtp.GREETING + zmtp.ready("DEALER", b"slow") + zmtp.frame(b"here"))

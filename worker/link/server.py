@@ -86,7 +86,8 @@ class EngineLink:
         self._silence_seconds = silence_seconds
         self._peers = Peers()
         self._constraints = constraints
-        self._desk = CommandDesk(commands.put, to_observer, other_desk)
+        vocab_size = status.description.model.vocab_size
+        self._desk = CommandDesk(commands.put, to_observer, other_desk, vocab_size=vocab_size)
         self.sequence_mismatches = 0  # heartbeats of services whose live count differs from ours
         self._is_stopping = False
         self._beats_at_once = False
