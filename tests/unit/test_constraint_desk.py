@@ -9,7 +9,7 @@ from kvatlas.constraints.compiler import Compiled, Compiler, TokenTable
 from kvatlas.constraints.text import ConstraintText
 from kvatlas.models.text_vocabulary import toy_vocabulary
 from worker.ids import SequenceId
-from worker.link.constraint_desk import ConstraintDesk
+from worker.link.constraint_desk import THREADS, ConstraintDesk
 from worker.messages import Abort, AddAnswer, AddRequest
 from worker.scheduling.request import AbortReason, AddStatus, RequestSpec
 from worker.scheduling.sampling import SamplingParams
@@ -24,8 +24,10 @@ class SlowCompiler(Compiler):
     def __init__(self) -> None:
         super().__init__(lambda: TokenTable.of(toy_vocabulary(512), {257}), 512)
         self.gate = threading.Event()
+        self.begun: list[ConstraintText] = []
 
     def compile(self, constraint: ConstraintText) -> Compiled:
+        self.begun.append(constraint)
         assert self.gate.wait(60)
         return super().compile(constraint)
 
@@ -106,7 +108,36 @@ def test_an_abort_of_one_that_waits_comes_behind_it(stand: Stand, wait_until: Wa
     assert [type(command) for command in stand.commands] == [Abort, Abort, AddRequest, Abort]
     last = stand.commands[-1]
     assert isinstance(last, Abort)
-    assert list(last.sequence_ids) == [2]
+    assert (list(last.sequence_ids), last.reason) == ([2], AbortReason.CLIENT)
+
+
+def test_aborts_of_one_that_waits_are_kept_once_whatever_a_service_sends(
+    stand: Stand, wait_until: Wait
+) -> None:
+    """Each of them was kept, with all ids in it, as often as it came."""
+    stand.desk.take(spec(10, samples=3), DIGITS)
+    for _ in range(50):
+        stand.desk.abort([SequenceId(number) for number in range(12)], AbortReason.DEADLINE)
+    stand.desk.abort([SequenceId(11), SequenceId(12), SequenceId(13)], AbortReason.CLIENT)
+    del stand.commands[:]
+    stand.compiler.gate.set()
+    wait_until(lambda: not stand.desk.is_busy, "nothing waits")
+    (added, *aborts) = stand.commands
+    assert isinstance(added, AddRequest)
+    told = {abort.reason: sorted(abort.sequence_ids) for abort in aborts if isinstance(abort, Abort)}
+    assert (len(aborts), told) == (2, {AbortReason.CLIENT: [12], AbortReason.DEADLINE: [10, 11]})
+
+
+def test_one_request_sent_twice_is_two_that_wait(stand: Stand, wait_until: Wait) -> None:
+    for _ in range(2):
+        stand.desk.take(spec(1), DIGITS)
+    first, second = stand.desk._waiting
+    stand.desk._pass_on(second, second.spec)
+    second.is_dropped = True  # it went on already
+    (left,) = stand.desk._waiting
+    assert left is first, "the one that goes on is the one that leaves"
+    stand.compiler.gate.set()
+    wait_until(lambda: stand.added() == [1, 1], "the other")
 
 
 def test_what_waits_of_a_service_that_left_is_forgotten(stand: Stand, wait_until: Wait) -> None:
@@ -116,6 +147,22 @@ def test_what_waits_of_a_service_that_left_is_forgotten(stand: Stand, wait_until
     stand.compiler.gate.set()
     wait_until(lambda: not stand.desk.is_busy, "nothing waits")
     assert (stand.added(), stand.answers) == ([2], [])
+
+
+def test_what_a_service_that_left_has_not_begun_is_not_compiled(wait_until: Wait) -> None:
+    """A hundred large schemas of a service that was gone were compiled, with others behind them."""
+    stand = Stand(max_waiting=4)
+    for number in range(4):
+        stand.desk.take(spec(number, "gone"), ConstraintText("regex", "a" * (number + 1)))
+    wait_until(lambda: len(stand.compiler.begun) == THREADS, "both threads are at it")
+    stand.desk.drop("gone")
+    assert not stand.desk.is_busy
+    stand.desk.take(spec(9, "here"), DIGITS)
+    stand.compiler.gate.set()
+    wait_until(lambda: stand.added() == [9], "the other service's")
+    assert len(stand.compiler.begun) == THREADS + 1
+    assert stand.answers == []
+    stand.desk.close()
 
 
 def test_a_constraint_that_does_not_compile_is_answered(stand: Stand, wait_until: Wait) -> None:
