@@ -133,7 +133,6 @@ def test_one_request_sent_twice_is_two_that_wait(stand: Stand, wait_until: Wait)
         stand.desk.take(spec(1), DIGITS)
     first, second = stand.desk._waiting
     stand.desk._pass_on(second, second.spec)
-    second.is_dropped = True  # it went on already
     (left,) = stand.desk._waiting
     assert left is first, "the one that goes on is the one that leaves"
     stand.compiler.gate.set()
@@ -188,6 +187,21 @@ def test_a_compiler_that_breaks_costs_one_request(stand: Stand, wait_until: Wait
     stand.compiler.gate.set()
     stand.desk.take(spec(2), DIGITS)
     wait_until(lambda: stand.added() == [2], "the next request")
+
+
+def test_who_waits_when_the_worker_ends_is_answered_once(wait_until: Wait) -> None:
+    stand = Stand()
+    for number in range(3):
+        stand.desk.take(spec(number, samples=2), ConstraintText("regex", "a" * (number + 1)))
+    stand.desk.refuse_waiting()
+    stand.desk.refuse_waiting()
+    assert [(answer.sequence_id, answer.sample_count) for answer in stand.answers] == [(0, 2), (1, 2), (2, 2)]
+    assert {answer.outcome.status for answer in stand.answers} == {AddStatus.DRAINING}
+    assert not stand.desk.is_busy
+    stand.compiler.gate.set()
+    stand.desk.close()
+    stand.desk._threads.join(60)
+    assert (stand.commands, len(stand.answers)) == ([], 3)
 
 
 def test_more_than_may_wait_are_told_to_come_back(wait_until: Wait) -> None:
