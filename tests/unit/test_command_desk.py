@@ -14,6 +14,7 @@ from worker.messages import (
     CallReason,
     CheckIntegrity,
     EngineCommand,
+    Flush,
     IntegrityCall,
     ListPins,
     ObserverCall,
@@ -227,6 +228,26 @@ def test_what_the_observer_answers_is_passed_to_it(bench: Bench) -> None:
     assert bench.observer[0] == IntegrityCall(Ticket("a#1", 1))
     assert (bench.observer[1].ticket, bench.observer[1].after_number) == (Ticket("a#1", 2), 7)  # type: ignore[union-attr]
     assert bench.observer[1].include_token_ids  # type: ignore[union-attr]
+
+
+def test_a_page_map_that_takes_no_more_calls_is_told_of(bench: Bench) -> None:
+    desk = CommandDesk(bench.engine.append, lambda call: False, vocab_size=10)
+    for kind in ("snapshot", "replay", "integrity"):
+        command = worker_pb2.Command(command_id=1)
+        getattr(command, kind).SetInParent()
+        failure = desk.take("a#1", command, now=0.0, is_ready=True)
+        assert failure is not None
+        assert (failure.error, failure.reason) == (CallError.RESOURCE_EXHAUSTED, CallReason.QUOTA_EXCEEDED)
+    assert desk.expired(1e9) == [], "none of them is open"
+
+
+@pytest.mark.parametrize(("fields", "salt"), [({}, None), ({"salt": ""}, b""), ({"salt": "ä"}, "ä".encode())])
+def test_a_flush_tells_no_salt_from_an_empty_one(
+    bench: Bench, fields: dict[str, str], salt: bytes | None
+) -> None:
+    """No salt: those of all requests."""
+    assert bench.ask(1, "flush", tenant="t", include_pinned=True, **fields) is None
+    assert bench.engine == [Flush(Ticket("a#1", 1), "t", salt, False, True)]
 
 
 def test_a_pin_comes_with_its_time_and_without_ids_it_is_let_go(bench: Bench) -> None:

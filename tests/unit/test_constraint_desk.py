@@ -97,6 +97,7 @@ def test_a_known_constraint_takes_no_other_thread(stand: Stand) -> None:
     stand.compiler.gate.clear()
     stand.desk.take(spec(1), DIGITS)
     assert stand.added() == [1]
+    assert not stand.desk.is_busy, "nor is it compiled again"
 
 
 def test_an_abort_of_one_that_waits_comes_behind_it(stand: Stand, wait_until: Wait) -> None:
@@ -202,6 +203,13 @@ def test_who_waits_when_the_worker_ends_is_answered_once(wait_until: Wait) -> No
     stand.desk.close()
     stand.desk._threads.join(60)
     assert (stand.commands, len(stand.answers)) == ([], 3)
+
+
+def test_a_desk_that_is_closed_answers_and_keeps_nothing(stand: Stand) -> None:
+    stand.desk.close()
+    stand.desk.take(spec(1), DIGITS)
+    assert [answer.outcome.status for answer in stand.answers] == [AddStatus.QUEUE_FULL]
+    assert not stand.desk.is_busy
 
 
 def test_more_than_may_wait_are_told_to_come_back(wait_until: Wait) -> None:
