@@ -16,14 +16,19 @@ from worker.messages import (
     CallReason,
     CheckAnswer,
     CheckIntegrity,
+    EngineCommand,
     Flush,
     FlushAnswer,
     LinkMessage,
+    ListPins,
+    Pin,
     Profile,
     Recorded,
     Ticket,
 )
 from worker.obey import Obedience
+from worker.pinning import PIN_SOURCE
+from worker.scheduling.output import OutputColumns
 from worker.scheduling.scheduler import Scheduler
 
 KEYS = (b"alice\0x", b"alice\0", b"bob\0x", b"\0x", b"alicex\0")  # a tenant, a zero byte, a salt
@@ -83,14 +88,41 @@ def test_a_flush_takes_the_pages_of_its_tenant_and_salt(
     assert desk.left() == sorted(set(KEYS) - set(taken))
 
 
-def test_a_flush_that_breaks_is_answered(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("command", "target", "name"),
+    [
+        (Flush(TICKET, "", None, False, False), "scheduler", "flush"),
+        (Pin(TICKET, "p", (1, 2, 3, 4), b"", 0.0), "scheduler", "pin"),
+        (ListPins(TICKET), "scheduler", "list_pins"),
+        (CheckIntegrity(TICKET), "audit", "sweep"),
+    ],
+)
+def test_a_call_that_breaks_is_answered_and_ends_no_engine(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, command: EngineCommand, target: str, name: str
+) -> None:
+    """Only a flush did: a bug of pins ended every sequence of the worker."""
 
     def broken(*_: object) -> None:
         raise KeyError("which nobody may read")
 
-    monkeypatch.setattr(desk.scheduler, "flush", broken)
-    desk.obedience.obey(Flush(TICKET, "", None, False, False), 0.0)
+    monkeypatch.setattr(getattr(desk, target), name, broken)
+    desk.obedience.obey(command, 0.0)
     assert list(desk.answers()) == [CallFailure(TICKET, CallError.INTERNAL, CallReason.INTERNAL, "KeyError")]
+    desk.obedience.close()
+    assert not desk.answers(), "it is answered"
+
+
+def test_a_pin_that_breaks_once_it_is_computed_ends_no_engine(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk.obedience.obey(Pin(TICKET, "p", (1, 2, 3, 4), b"", 0.0), 0.0)
+    assert desk.scheduler.num_live == 1, "it is computed first"
+    columns = OutputColumns()
+    columns.ends.append(None)  # type: ignore[arg-type]
+    by_source = {PIN_SOURCE: columns}
+    desk.obedience.take_own(by_source, 0.0)
+    assert by_source == {}, "nobody's request is told to a service"
+    assert "event=command_failed" in caplog.text
 
 
 def test_one_check_of_everything_at_a_time_and_each_call_has_one_answer(desk: Desk) -> None:
