@@ -11,7 +11,15 @@ import zmq
 
 from kvatlas.seam_keys import SeamFiles, SeamKeyError, read_key, write_pair
 from worker.link import doorkeeper as doorkeeper_module
-from worker.link.doorkeeper import HANDSHAKE, QUIET_SECONDS, UNKNOWN_KEY, ZAP_ADDRESS, Doorkeeper
+from worker.link.doorkeeper import (
+    HANDSHAKE,
+    HANDSHAKE_MS,
+    QUIET_SECONDS,
+    UNKNOWN_KEY,
+    ZAP_ADDRESS,
+    ZAP_DOMAIN,
+    Doorkeeper,
+)
 
 WAIT_SECONDS = 60.0  # only ends a test that hangs
 Context = zmq.Context["zmq.Socket[bytes]"]
@@ -138,7 +146,7 @@ def test_refusals_are_logged_now_and_then_and_all_counted(
     assert bench.door.refusals[UNKNOWN_KEY] == 5
 
 
-def test_a_guarded_socket_speaks_to_its_peers_alone(bench: Bench) -> None:
+def test_a_guarded_socket_speaks_to_its_peers_alone(bench: Bench, wait_until: Any) -> None:
     guarded, heard = bench.context.socket(zmq.ROUTER), threading.Event()
     bench.sockets.append(guarded)
     bench.door.guard(guarded)
@@ -158,11 +166,32 @@ def test_a_guarded_socket_speaks_to_its_peers_alone(bench: Bench) -> None:
     plain.send(b"plain")
     assert heard.wait(WAIT_SECONDS)
     assert bench.door.refusals[HANDSHAKE] >= 1
-    dealer = bench.dealer(
-        address, curve_serverkey=worker.public, curve_publickey=known.public, curve_secretkey=known.secret
-    )
-    dealer.send(b"known")
-    assert guarded.recv_multipart()[1] == b"known"
+    for key, text in ((read_key(bench.folder / "b.key"), b"unknown"), (known, b"known")):
+        dealer = bench.dealer(
+            address, curve_serverkey=worker.public, curve_publickey=key.public, curve_secretkey=key.secret
+        )
+        dealer.send(text)
+        if text == b"unknown":
+            wait_until(lambda: bench.door.refusals[UNKNOWN_KEY], "its refusal")
+    assert guarded.recv_multipart()[1] == b"known", "and nothing of others before"
+    assert (guarded.get(zmq.ZAP_DOMAIN), guarded.get(zmq.ZAP_ENFORCE_DOMAIN)) == (ZAP_DOMAIN, 1)
+    assert guarded.get(zmq.HANDSHAKE_IVL) == HANDSHAKE_MS
+
+
+def test_the_end_of_a_doorkeeper_waits_for_its_thread(bench: Bench) -> None:
+    """It reads sockets that are closed next."""
+    ended: list[bool] = []
+
+    def serve() -> None:
+        while not bench.door._is_stopping:
+            threading.Event().wait(0.001)
+        threading.Event().wait(0.05)
+        ended.append(True)
+
+    bench.door._serve = serve  # type: ignore[method-assign]
+    bench.door.start()
+    bench.door.close()
+    assert ended == [True]
 
 
 def test_a_doorkeeper_that_breaks_ends_the_worker(

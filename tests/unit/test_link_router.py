@@ -276,7 +276,67 @@ def test_without_descriptors_it_is_deaf_for_a_while_instead_of_busy(
         dealer.send(b"here")
         bench.serve_until(lambda: bench.router._listens_at is not None)
         assert bench.router._poll.poll(0) == []
+        listens_at = bench.router._listens_at
+        bench.router.wait(0.0, reads=True)
+        assert bench.router._listens_at == listens_at, "and not at the next look already"
     assert bench.receive() == (b"a", b"here")
+
+
+@pytest.mark.parametrize("error", [ConnectionAbortedError, BlockingIOError])
+def test_a_connection_that_has_gone_before_it_was_accepted_changes_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
+) -> None:
+    real = bench.router._listener
+
+    class Listener:
+        num_asked = 0
+        fileno, close = real.fileno, real.close
+
+        def accept(self) -> tuple[socket.socket, object]:
+            self.num_asked += 1
+            if self.num_asked == 1:
+                raise error()
+            return real.accept()
+
+    monkeypatch.setattr(bench.router, "_listener", Listener())
+    dealer = bench.dealer(b"a")
+    dealer.send(b"here")
+    assert bench.receive() == (b"a", b"here")
+    assert bench.router._listens_at is None
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_wait_lasts_until_its_end_or_the_wakeup(bench: Bench, reads: bool) -> None:
+    began = time.monotonic()
+    bench.router.wait(0.05, reads=reads)
+    assert time.monotonic() - began >= 0.05
+    bench.wakeup.notify()
+    bench.router.wait(WAIT_SECONDS, reads=reads)
+    assert time.monotonic() - began < WAIT_SECONDS
+    assert bench.router.receive() is None
+
+
+def test_who_has_gone_while_it_was_held_up_is_dropped_once(bench: Bench) -> None:
+    stranger = bench.stranger(zmtp.GREETING + zmtp.ready("DEALER", b"a") + zmtp.frame(b"here"))
+    bench.receive()
+    bench.router.send(b"a", bytes(8_000_000))
+    stranger.close()
+    bench.router.wait(WAIT_SECONDS, reads=True)
+    assert bench.router.receive() is None
+    assert bench.refuses(b"a") == "unreachable: it has left"
+    assert not bench.router._connections
+
+
+def test_who_has_gone_unseen_is_dropped_by_what_is_sent_to_it(bench: Bench) -> None:
+    stranger = bench.stranger(zmtp.GREETING + zmtp.ready("DEALER", b"a"))
+    bench.serve_until(lambda: bench.refuses(b"a") == "")
+    assert not has_ended(stranger)  # with something unread its end would be another one
+    stranger.sendall(zmtp.frame(b"here"))
+    stranger.close()
+    assert bench.receive() == (b"a", b"here")
+    assert bench.refuses(b"a") == f"unreachable: {os.strerror(errno.EPIPE)}"
+    assert bench.refuses(b"a") == "unreachable: it has left"
+    assert not bench.router._connections
 
 
 def test_a_wait_ends_with_the_wakeup_and_reads_nothing_if_so_told(bench: Bench) -> None:
@@ -316,6 +376,25 @@ def test_what_waits_has_time_to_go_when_it_closes(bench: Bench) -> None:
         came += rest
     closing.join(WAIT_SECONDS)
     assert came.endswith(b"the last")
+
+
+def test_a_close_waits_no_longer_than_it_was_told_and_gives_all_back(tmp_path: Path) -> None:
+    wakeup = Wakeup()
+    before = len(os.listdir("/proc/self/fd"))
+    router = UnixRouter(f"ipc://{tmp_path}/engine", wakeup.fileno())
+    with socket.socket(socket.AF_UNIX) as reader:
+        reader.connect(str(tmp_path / "engine"))
+        reader.sendall(zmtp.GREETING + zmtp.ready("DEALER", b"a") + zmtp.frame(b"here"))
+        end = time.monotonic() + WAIT_SECONDS
+        while router.receive() is None:
+            assert time.monotonic() < end
+            router.wait(1.0, reads=True)
+        router.send(b"a", bytes(8_000_000))  # more than its buffers take, and it reads nothing
+        began = time.monotonic()
+        router.close(linger_seconds=0.05)
+        assert 0.05 <= time.monotonic() - began < WAIT_SECONDS
+    assert len(os.listdir("/proc/self/fd")) == before
+    wakeup.close()
 
 
 def test_what_waits_goes_also_while_nothing_is_read(bench: Bench) -> None:

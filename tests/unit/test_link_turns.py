@@ -68,6 +68,7 @@ def test_who_borrows_it_ends_the_sleep_of_its_own_thread_and_waits_for_the_end_o
     def sleep() -> None:
         asleep.set()
         assert woken.wait(LIMIT_SECONDS), "nobody woke it"
+        assert not turns._is_own.is_set(), "woken before, it would sleep again"
         log.by("own")()
 
     own = threading.Thread(target=turns.take, args=(sleep, nothing))

@@ -13,7 +13,7 @@ from kvatlas.worker.v1 import worker_pb2
 from worker.channels import OutputQueue
 from worker.description import ModelDescription, PoolDescription, WorkerDescription
 from worker.execution.testing import small_config
-from worker.link import recordings
+from worker.link import estimates, recordings
 from worker.link.commands import CallRefused
 from worker.link.estimates import FACTORS, MAX_PAGE_SIZE, EstimateDesk
 from worker.link.recordings import RecordingDesk
@@ -24,7 +24,7 @@ from worker.trace.counts import Setting
 from worker.trace.estimator import Answer, Estimate, EstimateBroken, EstimateLate
 from worker.trace.loading import limits_message
 from worker.trace.testing import RandomLoad, RecordedWorker
-from worker.trace.what_if import MAX_SETTINGS
+from worker.trace.what_if import MAX_PAGES, MAX_SETTINGS
 
 TICKET = Ticket("service#1", 7)
 EPOCH = 1_700_000_000_000_000_000
@@ -39,6 +39,7 @@ class Asked:
         self.cancelled: list[object] = []
         self.has_room = True
         self.on_submit: Callable[[], None] = lambda: None
+        self.on_cancel: Callable[[], None] = lambda: None
 
     def submit(self, estimate: Estimate) -> bool:
         self.on_submit()
@@ -47,6 +48,7 @@ class Asked:
         return self.has_room
 
     def cancel(self, key: object) -> None:
+        self.on_cancel()
         self.cancelled.append(key)
 
 
@@ -80,14 +82,14 @@ class Bench:
         self.now = 100.0
         pool = PoolDescription(PAGES, PAGE_SIZE, 6, 60, "lru")
         description = WorkerDescription("w", EPOCH, ModelDescription("m", 9, 60), pool, 9, 60, 0, (), "", b"")
-        estimates = EstimateDesk(
+        desk = EstimateDesk(
             self.estimator,  # type: ignore[arg-type]
             self.answers,
             description,
             limits_message(config),
             lambda: self.now,
         )
-        self.desk = RecordingDesk(self.queue, estimates, self.answers, "w")  # type: ignore[arg-type]
+        self.desk = RecordingDesk(self.queue, desk, self.answers, "w")  # type: ignore[arg-type]
 
     def run(self, turns: int = 100) -> None:
         load = RandomLoad(self.worker)
@@ -166,6 +168,9 @@ def test_a_recording_begins_is_listed_and_ends(bench: Bench) -> None:
     assert running.event_count > 0
     stopped = bench.reply("stop_recording", recording_id=started.recording_id).stop_recording.recording
     assert stopped.end_cause == EndCause.STOPPED
+    (summary,) = bench.worker.store.summaries()
+    assert stopped.start_time.ToNanoseconds() == summary.start_ns > 0
+    assert stopped.duration.ToMicroseconds() == round(summary.seconds * 1e6) > 0
     assert list(bench.reply("list_recordings").list_recordings.recordings) == [stopped]
     second = bench.recorded()
     newest_first = [each.recording_id for each in bench.reply("list_recordings").list_recordings.recordings]
@@ -214,9 +219,10 @@ def test_a_file_comes_in_pieces_and_a_few_of_them_in_a_call(
 
 @pytest.mark.parametrize("kind", ["stop_recording", "get_recording"])
 def test_a_recording_that_is_not_held_is_not_found(bench: Bench, kind: str) -> None:
-    for recording_id in ("", "x" * 1000):
+    for recording_id, words in (("", "no recording is held"), ("x" * 1000, "no recording 'xxx")):
         failure = bench.failure(kind, recording_id=recording_id)
         assert (failure.error, failure.reason) == (CallError.NOT_FOUND, CallReason.RECORDING_NOT_FOUND)
+        assert failure.message.startswith(words)
         assert len(failure.message) < 200
 
 
@@ -272,6 +278,7 @@ def test_a_disk_that_cannot_be_written_and_a_bug_have_their_reasons(
     failure = bench.failure("start_recording")
     assert (failure.error, failure.reason) == (code, reason)
     assert "a bug" not in failure.message
+    assert ("No space left on device" in failure.message) == isinstance(error, OSError)
     assert bench.reply("list_recordings").HasField("list_recordings"), "the next call is served"
 
 
@@ -306,8 +313,11 @@ def test_what_nobody_waits_for_any_more_is_not_begun(bench: Bench) -> None:
 
 
 def test_an_estimate_that_is_given_up_while_it_is_asked_for_ends(bench: Bench) -> None:
+    seen: list[set[Ticket]] = []
     bench.estimator.on_submit = lambda: bench.desk.cancel(TICKET)
+    bench.estimator.on_cancel = lambda: seen.append(set(bench.desk._wanted))
     bench.estimate()
+    assert seen == [set(), set()], "known before the queue is asked, which may not have it yet"
     assert bench.estimator.cancelled == [TICKET, TICKET], "by the caller, and behind the queue"
 
 
@@ -330,6 +340,21 @@ def test_an_estimate_is_of_every_combination_or_of_sizes_around_today_s(bench: B
     assert given.task.window_us == 2_000_000
 
 
+@pytest.mark.parametrize(("num_settings", "num_requests"), [(1, 4), (4, 3), (8, 2)])
+def test_an_estimate_is_of_the_newest_requests_and_of_fewer_where_there_are_many_settings(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, num_settings: int, num_requests: int
+) -> None:
+    slots = [64 + 4 * number for number in range(num_settings)]
+    bench.run()
+    whole = bench.estimate(pool_slots=slots)
+    assert whole.task.is_whole
+    for name, value in (("MIN_REQUESTS", 2), ("MAX_REQUESTS", 4), ("MAX_ESTIMATED", 12)):
+        monkeypatch.setattr(estimates, name, value)
+    cut = bench.estimate(pool_slots=slots)
+    assert list(cut.requests) == list(whole.requests)[-num_requests:]
+    assert (cut.task.num_requests, cut.task.is_whole) == (num_requests, False)
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -339,7 +364,7 @@ def test_an_estimate_is_of_every_combination_or_of_sizes_around_today_s(bench: B
         ({"page_sizes": [6]}, "page_sizes: 6 is no multiple of 4 tokens"),
         ({"eviction_policies": ["lru", "x" * 1000]}, "eviction_policies: "),
         ({"pool_slots": [7], "page_sizes": [8]}, "pool_slots: 7 slots"),
-        ({"pool_slots": [2**60]}, "pool_slots: "),
+        ({"pool_slots": [4 * (MAX_PAGES + 1)]}, "pool_slots: "),
     ],
 )
 def test_settings_that_are_none_are_named(bench: Bench, fields: Mapping[str, object], words: str) -> None:
@@ -353,6 +378,7 @@ def test_settings_that_are_none_are_named(bench: Bench, fields: Mapping[str, obj
 def test_as_many_settings_as_may_be_are_taken(bench: Bench) -> None:
     asked = bench.estimate(pool_slots=range(100, 100 + MAX_SETTINGS))
     assert len(asked.task.settings) == MAX_SETTINGS
+    assert bench.estimate(pool_slots=[4 * MAX_PAGES]).task.settings == [Setting(MAX_PAGES, 4, "lru")]
     assert bench.estimate(page_sizes=[MAX_PAGE_SIZE], pool_slots=[MAX_PAGE_SIZE]).task.settings == [
         Setting(1, MAX_PAGE_SIZE, "lru")
     ]
@@ -383,7 +409,10 @@ def test_an_estimate_that_is_none_is_answered_with_its_reason(
     assert "which nobody may read" not in failure.message
 
 
-def test_figures_arrive_as_they_were_computed(bench: Bench) -> None:
+@pytest.mark.parametrize(("evictions", "wasted"), [(None, None), (3, 2.5)])
+def test_figures_arrive_as_they_were_computed(
+    bench: Bench, evictions: int | None, wasted: float | None
+) -> None:
     figures: dict[str, Any] = {
         "num_pages": 12,
         "page_size": 8,
@@ -399,7 +428,7 @@ def test_figures_arrive_as_they_were_computed(bench: Bench) -> None:
         "preemptions": 6,
         "mean_queue_seconds": 0.5,
     }
-    observed = {**figures, "evictions": None, "mean_wasted_slots": None, "hit_tokens": 10}
+    observed = {**figures, "evictions": evictions, "mean_wasted_slots": wasted, "hit_tokens": 10}
     bench.estimate().on_answer(
         {
             "estimates": [figures],
@@ -443,6 +472,8 @@ def test_figures_arrive_as_they_were_computed(bench: Bench) -> None:
             eviction_policy="lru",
             prefix=cache_pb2.PrefixLookupTotals(**{**prefix, "hit_tokens": 10}),
             hit_ratio=0.125,
+            evictions=evictions or 0,
+            mean_wasted_slots=wasted or 0.0,
             preemptions=6,
             mean_queue_time=half,
         ),

@@ -23,7 +23,9 @@ from worker.messages import (
     ListPins,
     Pin,
     Profile,
+    ReadRows,
     Recorded,
+    RowsAnswer,
     Ticket,
 )
 from worker.obey import Obedience
@@ -147,6 +149,34 @@ def test_one_check_of_everything_at_a_time_and_each_call_has_one_answer(desk: De
     (told,) = desk.answers()
     assert isinstance(told, CallFailure)
     assert (told.ticket, told.error) == (third, CallError.UNAVAILABLE)
+
+
+def test_what_takes_several_turns_goes_on_in_each(desk: Desk) -> None:
+    ends: list[int] = []
+    profile = Profile(
+        Ticket("s", 2), 9, 100.0, False, lambda recorded, num_steps, why: ends.append(num_steps)
+    )
+    assert desk.obedience.next_time is None
+    desk.obedience.obey(profile, 0.0)
+    desk.obedience.obey(ReadRows(TICKET, (1, 2), False), 0.0)
+    assert desk.obedience.next_time == 0.0, "the first that is due"
+    desk.obedience.take_own({}, 99.0)
+    (rows,) = desk.answers()
+    assert isinstance(rows, RowsAnswer)
+    assert [row.row for row in rows.rows] == [1, 2]
+    assert (desk.obedience.next_time, ends) == (100.0, [])
+    desk.obedience.take_own({}, 100.0)
+    assert (desk.obedience.next_time, ends) == (None, [0])
+
+
+def test_rows_that_break_are_answered_and_end_no_engine(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(desk.scheduler, "row_views", None)  # not callable
+    desk.obedience.obey(ReadRows(TICKET, (1,), False), 0.0)
+    desk.obedience.take_own({}, 0.0)
+    assert list(desk.answers()) == [CallFailure(TICKET, CallError.INTERNAL, CallReason.INTERNAL, "TypeError")]
+    assert "event=command_failed" in caplog.text
 
 
 def test_a_profile_that_runs_when_the_worker_ends_is_answered(desk: Desk) -> None:

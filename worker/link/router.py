@@ -173,7 +173,6 @@ class UnixRouter:
         self._poll = select.epoll()
         self._poll.register(self._listener.fileno(), select.EPOLLIN)
         self._poll.register(wakeup, select.EPOLLIN)
-        self._wakeup = wakeup
         self._poll_wakeup = select.poll()
         self._poll_wakeup.register(wakeup, select.POLLIN)
         self._listens_at: float | None = None  # there were no descriptors left: when to accept again
