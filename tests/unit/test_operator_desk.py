@@ -3,7 +3,7 @@
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -179,8 +179,10 @@ def test_a_profile_of_no_or_too_many_steps_is_refused(bench: Bench, steps: int) 
         "steps",
     )
     assert not bench.commands
-    assert bench.begin(steps=1000).steps == 1000
-    assert not bench.told()
+    most = bench.begin(steps=1000)
+    assert most.steps == 1000
+    most.on_end(None, 0, "")
+    assert bench.begin(steps=1).steps == 1
 
 
 @pytest.mark.parametrize(("seconds", "left"), [(60.0, 55.0), (8.0, 4.0)])
@@ -304,6 +306,17 @@ def test_files_that_are_no_profiles_of_this_worker_are_not_shown(bench: Bench) -
     assert [(piece.file_name, piece.data) for piece in bench.pieces()] == [(name, b"profile")]
 
 
+def test_files_of_another_live_worker_of_the_id_are_not_shown(bench: Bench) -> None:
+    bench.saved()
+    other = OperatorDesk(
+        bench.folder, "w 0", uses_torch=False, to_engine=bench.commands.append, answers=bench.answers
+    )
+    other.take(TICKET, worker_pb2.Command(get_profile={}), 60.0)
+    other.close()
+    failure = bench.failure()
+    assert (failure.reason, failure.message) == (CallReason.PROFILE_NOT_FOUND, "no profile is held")
+
+
 def test_calls_that_wait_for_the_thread_are_so_many_at_most(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,6 +347,38 @@ def test_what_breaks_on_the_thread_is_answered_and_the_next_call_is_served(
     assert (failure.error, failure.reason) == (CallError.INTERNAL, CallReason.INTERNAL)
     bench.ask()
     assert bench.pieces()
+
+
+def test_the_end_of_the_desk_waits_for_the_file_that_is_written_and_for_no_other(
+    bench: Bench, wait_until: Callable[..., None]
+) -> None:
+    """Half of one would be left; what waits behind it is for nobody."""
+    writing, gate = threading.Event(), threading.Event()
+
+    class Slow(Saved):
+        def save(self, path: Path) -> None:
+            writing.set()
+            super().save(path)
+
+    bench.begin().on_end(Slow(gate=gate), 3, "")
+    assert writing.wait(WAIT_SECONDS)
+    bench.begin().on_end(Saved(b"behind it"), 3, "")
+    closing = threading.Thread(target=bench.desk.close)
+    closing.start()
+
+    def takes_no_more() -> bool:
+        try:
+            bench.desk._thread.submit(lambda: None)
+        except RuntimeError:
+            return True
+        return False
+
+    wait_until(takes_no_more, "the end of what waits")
+    assert closing.is_alive()
+    gate.set()
+    closing.join(WAIT_SECONDS)
+    (path,) = bench.folder.glob("*.pstats")
+    assert path.read_bytes() == b"profile"
 
 
 def test_the_end_of_the_desk_ends_its_thread_and_gives_its_name_back(bench: Bench) -> None:
