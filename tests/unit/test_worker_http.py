@@ -4,7 +4,7 @@ import http.client
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -53,7 +53,8 @@ def served() -> Iterator[Served]:
     yield made
     made.server.close()
     made.server.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "kvatlas-http"]
+    left = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in left if name == "kvatlas-http" or "process_request" in name]
 
 
 def test_metrics_come_as_text_and_as_openmetrics(served: Served) -> None:
@@ -140,6 +141,14 @@ def test_an_address_in_use_is_told_in_a_sentence(served: Served) -> None:
             board=served.board,
             clock=lambda: 0.0,
         )
+
+
+def test_nothing_is_kept_of_connections_that_are_over(
+    served: Served, wait_until: Callable[..., None]
+) -> None:
+    for _ in range(3):
+        served.get("/healthz")
+    wait_until(lambda: not served.server._server._connections, "their ends")
 
 
 def test_other_paths_are_not_found(served: Served) -> None:
