@@ -9,6 +9,7 @@ import zmq
 
 from worker.channels import Wakeup
 from worker.link import router as router_module
+from worker.link.addresses import last_endpoint
 from worker.link.router import CannotSend, UnixRouter, ZmqRouter, open_router
 
 WAIT_SECONDS = 60.0  # only ends a test that hangs
@@ -76,6 +77,21 @@ def test_an_address_says_which_router_there_is(bench: Bench, tmp_path: Path) -> 
     local = open_router(bench.context, f"ipc://{tmp_path}/engine", bench.wakeup.fileno(), None)
     assert isinstance(local, UnixRouter)
     local.close()
+
+
+def test_its_socket_is_guarded_before_it_is_bound(bench: Bench) -> None:
+    guarded: list[str] = []
+
+    class Guard:
+        """A doorkeeper's place."""
+
+        def guard(self, socket: "zmq.Socket[bytes]") -> None:
+            guarded.append(last_endpoint(socket))
+
+    made = open_router(bench.context, "tcp://127.0.0.1:0", bench.wakeup.fileno(), Guard())  # type: ignore[arg-type]
+    assert guarded == [""]
+    assert made.address != ""
+    made.close()
 
 
 def test_messages_go_both_ways_each_to_its_own(bench: Bench) -> None:

@@ -11,6 +11,7 @@ from kvatlas.worker.v1 import worker_pb2
 from worker.channels import Handover, OutputQueue
 from worker.description import ModelDescription, PoolDescription, WorkerDescription
 from worker.link import publisher
+from worker.link.addresses import last_endpoint
 from worker.link.publisher import DELTAS, EVENTS, PUBLISH_SECONDS, SIGN_OF_LIFE_SECONDS, PageFeed
 from worker.messages import (
     CallError,
@@ -189,6 +190,37 @@ def test_deltas_join_on_to_one_another_and_an_empty_one_is_a_sign_of_life(bench:
     now += PUBLISH_SECONDS
     bench.publish(now)
     assert bench.messages() == [], "one of them is enough for its time"
+
+
+class Guard:
+    """A doorkeeper's place."""
+
+    def __init__(self) -> None:
+        self.guarded: list[str] = []  # where each socket was bound already
+
+    def guard(self, socket: "zmq.Socket[bytes]") -> None:
+        self.guarded.append(last_endpoint(socket))
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_a_feed_on_tcp_is_guarded_before_it_is_bound_and_holds_few_messages(
+    bench: Bench, tmp_path: Path, transport: str
+) -> None:
+    guard, context = Guard(), bench.subscriber.context
+    feed = PageFeed(
+        context,
+        f"ipc://{tmp_path}/guarded" if transport == "ipc" else "tcp://127.0.0.1:0",
+        description=bench.feed.description,
+        ring=bench.ring,
+        calls=bench.calls,
+        answers=bench.answers,
+        start_time=0.0,
+        doorkeeper=guard,  # type: ignore[arg-type]
+    )
+    assert guard.guarded == ([""] if transport == "tcp" else [])
+    assert feed._socket.get(zmq.SNDHWM) == publisher.SEND_HIGH_WATER_MARK
+    assert feed.description.pages_address.startswith(f"{transport}://")
+    feed.close()
 
 
 def test_what_changed_while_nobody_listened_is_in_no_delta(bench: Bench) -> None:
