@@ -146,7 +146,9 @@ def test_refusals_are_logged_now_and_then_and_all_counted(
     assert bench.door.refusals[UNKNOWN_KEY] == 5
 
 
-def test_a_guarded_socket_speaks_to_its_peers_alone(bench: Bench, wait_until: Any) -> None:
+def test_a_guarded_socket_speaks_to_its_peers_alone(
+    bench: Bench, wait_until: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     guarded, heard = bench.context.socket(zmq.ROUTER), threading.Event()
     bench.sockets.append(guarded)
     bench.door.guard(guarded)
@@ -166,6 +168,7 @@ def test_a_guarded_socket_speaks_to_its_peers_alone(bench: Bench, wait_until: An
     plain.send(b"plain")
     assert heard.wait(WAIT_SECONDS)
     assert bench.door.refusals[HANDSHAKE] >= 1
+    assert 'why="no CURVE"' in caplog.text
     for key, text in ((read_key(bench.folder / "b.key"), b"unknown"), (known, b"known")):
         dealer = bench.dealer(
             address, curve_serverkey=worker.public, curve_publickey=key.public, curve_secretkey=key.secret

@@ -68,7 +68,8 @@ def test_a_row_whose_sequence_has_ended_begins_as_the_step_said() -> None:
     assert list(one_span(step_of(), 0, None).row_starts) == []
 
 
-def test_a_leading_span_of_several_tokens_is_no_decode() -> None:
+def test_only_a_leading_span_of_one_token_is_a_decode() -> None:
+    assert one_span(step_of(ends=array("i", (9, 1, 5))), 1, None).num_decode == 0
     assert one_span(step_of(starts=array("i", (7, 0, 4))), 0, None).num_decode == 0
 
 
