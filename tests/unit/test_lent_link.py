@@ -179,6 +179,41 @@ def test_without_a_link_the_engine_sleeps_on_its_commands(bench: Bench) -> None:
     assert bench.commands.is_empty
 
 
+class TimedLink:
+    """Serves for four tenths of a second, or as long as it may."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.waits: list[float] = []
+
+    def borrow(self) -> None:
+        """Nobody else serves it."""
+
+    def give_back(self) -> None:
+        """Nobody else serves it."""
+
+    def send_outputs(self) -> None:
+        """There are none."""
+
+    def serve(self, seconds: float) -> None:
+        self.waits.append(round(seconds, 6))
+        self.now += min(0.4, seconds)
+
+
+def test_a_wait_goes_on_to_its_end_however_often_the_link_comes_back(bench: Bench) -> None:
+    """Each heartbeat ends a turn of the link."""
+    link = TimedLink()
+    lent = LentLink(link, bench.commands, bench.outputs, lambda: link.now)
+    assert lent.wait(1.0) is None
+    assert link.waits == [1.0, 0.6, 0.2]
+    assert lent.wait(0.0) is None
+    assert link.waits[3:] == [0.0], "it is looked at once"
+    bench.commands.wake()
+    assert lent.wait(1.0) is None
+    assert len(link.waits) == 4, "there is a command to be taken"
+    lent.give_back()
+
+
 def step(num_prompts: int, num_tokens: int) -> Step:
     """One decode, and prompts that end in it."""
     num_rows = num_prompts + 1
