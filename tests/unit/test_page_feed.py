@@ -299,6 +299,10 @@ def test_a_fold_that_is_built_anew_is_told_at_once_and_begins_with_a_gap(bench: 
     bench.publish(200.01)
     (sign,) = bench.messages()
     assert (sign.base_number, sign.revision.number, sign.delta.page_ids) == (6, 6, b"")
+    touch(bench, 1)
+    bench.publish(200.2)
+    (following,) = bench.messages()
+    assert (following.base_number, len(following.delta.page_ids)) == (6, 4), "one page; and once only"
     assert bench.feed.dropped_events == 6
 
 
