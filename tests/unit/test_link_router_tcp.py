@@ -183,6 +183,13 @@ def test_a_wait_ends_with_the_wakeup_and_reads_nothing_if_so_told(bench: Bench) 
     assert bench.receive() == (b"a", b"more")
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_wait_lasts_until_its_end(bench: Bench, reads: bool) -> None:
+    began = time.monotonic()
+    bench.router.wait(0.05, reads=reads)
+    assert time.monotonic() - began >= 0.049, "poll counts whole milliseconds"
+
+
 def test_what_waits_has_time_to_go_when_it_closes(bench: Bench) -> None:
     dealer = bench.dealer(b"a")
     dealer.send(b"here")
