@@ -47,7 +47,7 @@ class OpsServer:
             if self._num_connections <= MAX_CONNECTIONS:
                 async with asyncio.timeout(PATIENCE_SECONDS):
                     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-                    answer = await self._answer(head)
+                    answer = await self._answer_safely(head)
                     writer.write(_without_body(answer) if head.startswith("HEAD ") else answer)
                     await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
@@ -57,6 +57,13 @@ class OpsServer:
             self._num_connections -= 1
             with suppress(OSError):
                 writer.close()
+
+    async def _answer_safely(self, head: str) -> bytes:
+        try:
+            return await self._answer(head)
+        except Exception:  # any bug of what is read, and an alarm is to hear of it
+            log.exception("event=http_page_failed request=%r", head[:128])
+            return _response("500 Internal Server Error", "text/plain", b"internal error\n")
 
     async def _answer(self, head: str) -> bytes:
         method, _, rest = head.partition(" ")

@@ -285,4 +285,32 @@ ELSEWHERE = [
         "return end",
         _unit("cache_answers"),
     ),
+    Fault(
+        "what a socket has taken is sent to it again",
+        "worker/link/router.py",
+        "self.unsent = data[taken:] if self.held_up else _NOTHING",
+        "self.unsent = data[taken:] if self.held_up else self.unsent",
+        _unit("link_router"),
+    ),
+    Fault(
+        "as many alternatives as a service likes",
+        "worker/link/codec.py",
+        "return _within(getattr(params, name), 0, MAX_ALTERNATIVES, name) if params.HasField(name) else None",
+        "return int(getattr(params, name)) if params.HasField(name) else None",
+        _unit("worker_codec"),
+    ),
+    Fault(
+        "a call that was given up is done all the same",
+        "worker/link/recordings.py",
+        "        if ticket not in self._wanted:\n            return\n",
+        "",
+        _unit("recording_desk"),
+    ),
+    Fault(
+        "who waits for a constraint is not told that the worker ends",
+        "worker/process.py",
+        "self._constraints.refuse_waiting()",
+        "pass",
+        ("tests/integration/test_drained_constraints.py",),
+    ),
 ]

@@ -30,6 +30,7 @@ from worker.messages import (
     Pin,
     Profile,
     ReadRows,
+    Ticket,
 )
 from worker.pinning import PIN_SOURCE, PinDesk
 from worker.profiling import StepProfiler
@@ -43,7 +44,7 @@ logger = logging.getLogger("worker.engine")
 
 
 class Obedience:
-    """Carries out commands, one at a time. A request or a flush that breaks is refused alone."""
+    """Carries out commands, one at a time. A request or a call that breaks is refused alone."""
 
     def __init__(
         self,
@@ -77,16 +78,20 @@ class Obedience:
             logger.exception("event=command_failed")
         columns = by_source.pop(PIN_SOURCE, None)
         if columns is not None:
-            self._pins.take(columns, now)
+            try:
+                self._pins.take(columns, now)
+            except Exception:  # its caller hears of it when his time is up
+                logger.exception("event=command_failed")
 
     def close(self) -> None:
         """The engine ends: calls that are not answered yet are told."""
         self._rows.close()
-        if (check := self._check) is not None:
-            self._check = None
-            text = "the worker ends"
-            failure = CallFailure(check.ticket, CallError.UNAVAILABLE, CallReason.DRAINING, text)
-            self._outputs.put(failure)
+        check, self._check = self._check, None
+        for command in (check, self._profiler.close()):
+            if command is not None:
+                text = "the worker ends"
+                failure = CallFailure(command.ticket, CallError.UNAVAILABLE, CallReason.DRAINING, text)
+                self._outputs.put(failure)
 
     def obey(self, command: EngineCommand, now: float) -> None:
         """Does it and puts its answer out."""
@@ -102,13 +107,13 @@ class Obedience:
             case ReadRows():
                 self._rows.obey(command)
             case Flush():
-                self._answer(command, lambda: self._flush(command, now))
+                self._guarded(command.ticket, lambda: self._flush(command, now))
             case Pin():
-                self._pins.obey(command, now)
+                self._guarded(command.ticket, lambda: self._pins.obey(command, now))
             case ListPins():
-                self._pins.list(command, now)
+                self._guarded(command.ticket, lambda: self._pins.list(command, now))
             case CheckIntegrity():
-                self._check_integrity(command)
+                self._guarded(command.ticket, lambda: self._check_integrity(command))
             case Profile():
                 self._profiler.begin(command, self._scheduler.step_number)
             case EndProfile():
@@ -129,14 +134,12 @@ class Obedience:
         answer = AddAnswer(spec.source, spec.sequence_id, spec.sample_count, outcome)
         self._outputs.put(answer, wakes=False)  # the engine does, at a moment that suits its launch
 
-    def _answer(self, command: Flush, work: Callable[[], LinkMessage]) -> None:
+    def _guarded(self, ticket: Ticket, work: Callable[[], None]) -> None:
         try:
-            self._outputs.put(work())
+            work()
         except Exception as error:
             logger.exception("event=command_failed")
-            failure = CallFailure(
-                command.ticket, CallError.INTERNAL, CallReason.INTERNAL, type(error).__name__
-            )
+            failure = CallFailure(ticket, CallError.INTERNAL, CallReason.INTERNAL, type(error).__name__)
             self._outputs.put(failure)
 
     def _check_integrity(self, command: CheckIntegrity) -> None:
@@ -154,11 +157,11 @@ class Obedience:
         self._check = None
         self._outputs.put(CheckAnswer(command.ticket, report))
 
-    def _flush(self, command: Flush, now: float) -> FlushAnswer:
+    def _flush(self, command: Flush, now: float) -> None:
         outcome = self._scheduler.flush(
             now, _matcher(command.tenant, command.salt), command.include_active, command.include_pinned
         )
-        return FlushAnswer(command.ticket, outcome.num_freed, outcome.num_unindexed)
+        self._outputs.put(FlushAnswer(command.ticket, outcome.num_freed, outcome.num_unindexed))
 
 
 def _matcher(tenant: str, salt: bytes | None) -> Callable[[bytes], bool] | None:

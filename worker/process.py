@@ -389,7 +389,10 @@ class WorkerProcess:
             )
             if self._constraints is not None:  # not beside the start, which needs the interpreter as much
                 self._constraints.begin_preparing()
-            return engine.run()
+            status = engine.run()
+            if self._constraints is not None:
+                self._constraints.refuse_waiting()
+            return status
         finally:
             runner.close()
 

@@ -148,6 +148,14 @@ class StepProfiler:
         if self._running is not None and self._running.command.ticket == command.ticket:
             self._finish(self._running)
 
+    def close(self) -> Profile | None:
+        """The engine ends: nothing more is recorded. Whose profile ran is returned, and not told here."""
+        running, self._running = self._running, None
+        if running is None:
+            return None
+        self._guarded(running.recorded.stop)
+        return running.command
+
     def look(self, step_number: int, now: float) -> None:
         """After each turn of the engine."""
         running = self._running

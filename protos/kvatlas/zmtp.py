@@ -8,6 +8,8 @@ yet. Knows no sockets.
 GREETING_BYTES = 64
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 MAX_MESSAGE_BYTES = 64 << 20  # workers' messages stay below 17 MiB
+MAX_READY_BYTES = 4096  # of a frame before its sender has said who it is
+MAX_IDENTITY_BYTES = 255
 _MORE, _LONG, _COMMAND = 1, 2, 4  # flags of a frame
 _READY = b"\x05READY"
 _MAJOR, _MECHANISM = 10, slice(12, 32)  # places in a greeting
@@ -85,7 +87,8 @@ class Reader:
             return None
         flags = data[at]
         size = int.from_bytes(data[at + 1 : at + head], "big")
-        if flags > _MORE | _LONG | _COMMAND or size > MAX_MESSAGE_BYTES:
+        most = MAX_READY_BYTES if self.identity is None else MAX_MESSAGE_BYTES
+        if flags > _MORE | _LONG | _COMMAND or size > most:
             raise ZmtpError(f"a frame of flags {flags} and {size} bytes")
         if left < head + size:
             self._needed = head + size
@@ -108,6 +111,8 @@ class Reader:
                 raise ZmtpError("a READY that is cut off")
             if name.lower() == b"identity":
                 self.identity = value
+        if len(self.identity) > MAX_IDENTITY_BYTES:
+            raise ZmtpError(f"an identity of {len(self.identity)} bytes")
 
 
 def _check_greeting(data: bytes) -> None:

@@ -115,6 +115,7 @@ def attack(address: str, num_messages: int, chance: random.Random, honest: TestS
             while True:
                 socket.recv(zmq.NOBLOCK)
         if number % 200 == 0:
+            honest.heartbeat()
             honest.read(0.0)
     socket.send(worker_pb2.ServiceMessage(goodbye=worker_pb2.Goodbye()).SerializeToString())
     socket.close(linger=5000)
@@ -154,9 +155,12 @@ def is_idle(beat: worker_pb2.Heartbeat) -> bool:
 def test_a_hostile_service_costs_the_worker_and_its_neighbours_nothing(
     worker: RunningWorker, num_messages: int
 ) -> None:
+    """Others look on meanwhile, so that all it says of itself is told again."""
     honest = TestService(worker.address, "honest")
     try:
         honest.hello(timeout=60)
+        honest.subscribe(b"d", b"e")
+        honest.command(worker_pb2.Command(start_recording={}), timeout=60)
         before = honest.finish(honest.add([1, 2, 3, 4, 5, 6, 7, 8]), timeout=60)[0].tokens
         attack(worker.address, num_messages, random.Random(SEED), honest)
         after = honest.finish(honest.add([1, 2, 3, 4, 5, 6, 7, 8]), timeout=60)[0].tokens

@@ -154,6 +154,21 @@ def test_a_link_that_fails_in_other_hands_ends_as_in_its_own(
     assert not bench.link.thread.is_alive()
 
 
+def test_a_link_that_fails_while_its_thread_stands_in_is_over_for_who_has_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread went on with a socket that was closed already, and told of a second failure."""
+    bench.lent.wait(0.0)
+    monkeypatch.setattr(bench.link, "_receive", None)  # not callable
+    bench.link.thread.join(WAIT_SECONDS)
+    assert bench.failures == ["failed"]
+    turns: list[float] = []
+    monkeypatch.setattr(bench.link, "_turn", lambda *given: turns.append(given[0]))
+    bench.lent.look()
+    bench.lent.wake()
+    assert (bench.failures, turns) == (["failed"], [])
+
+
 def test_without_a_link_the_engine_sleeps_on_its_commands(bench: Bench) -> None:
     lent = LentLink(None, bench.commands, bench.outputs)
     spec = RequestSpec(SequenceId(1), array("I", [1]), params=None)  # type: ignore[arg-type]
@@ -162,6 +177,41 @@ def test_without_a_link_the_engine_sleeps_on_its_commands(bench: Bench) -> None:
     lent.look()
     lent.give_back()
     assert bench.commands.is_empty
+
+
+class TimedLink:
+    """Serves for four tenths of a second, or as long as it may."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.waits: list[float] = []
+
+    def borrow(self) -> None:
+        """Nobody else serves it."""
+
+    def give_back(self) -> None:
+        """Nobody else serves it."""
+
+    def send_outputs(self) -> None:
+        """There are none."""
+
+    def serve(self, seconds: float) -> None:
+        self.waits.append(round(seconds, 6))
+        self.now += min(0.4, seconds)
+
+
+def test_a_wait_goes_on_to_its_end_however_often_the_link_comes_back(bench: Bench) -> None:
+    """Each heartbeat ends a turn of the link."""
+    link = TimedLink()
+    lent = LentLink(link, bench.commands, bench.outputs, lambda: link.now)
+    assert lent.wait(1.0) is None
+    assert link.waits == [1.0, 0.6, 0.2]
+    assert lent.wait(0.0) is None
+    assert link.waits[3:] == [0.0], "it is looked at once"
+    bench.commands.wake()
+    assert lent.wait(1.0) is None
+    assert len(link.waits) == 4, "there is a command to be taken"
+    lent.give_back()
 
 
 def step(num_prompts: int, num_tokens: int) -> Step:

@@ -173,6 +173,25 @@ def test_a_queue_has_an_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> No
     assert bench.refuses(b"stuck") == "its queue is full"
 
 
+def test_a_queue_of_large_messages_has_an_end_in_bytes(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten thousand messages of a megabyte were ten gigabytes, for one service that asks and does not read."""
+    monkeypatch.setattr(router_module, "WAITING_BYTES", 3_000_000)
+    reader = bench.stranger(zmtp.GREETING + zmtp.ready("DEALER", b"slow") + zmtp.frame(b"here"))
+    bench.receive()
+    bench.router.send(b"slow", bytes(10 << 20))
+    for _ in range(3):
+        bench.router.send(b"slow", bytes(1_000_000))
+    assert bench.refuses(b"slow") == "its queue is full"
+    reader.setblocking(False)
+
+    def has_room() -> bool:
+        with suppress(BlockingIOError):
+            reader.recv(1 << 20)
+        return bench.refuses(b"slow") == ""
+
+    bench.serve_until(has_room)
+
+
 def test_who_has_left_is_unreachable(bench: Bench) -> None:
     assert "unreachable" in bench.refuses(b"a")
     dealer = bench.dealer(b"a")
@@ -257,7 +276,67 @@ def test_without_descriptors_it_is_deaf_for_a_while_instead_of_busy(
         dealer.send(b"here")
         bench.serve_until(lambda: bench.router._listens_at is not None)
         assert bench.router._poll.poll(0) == []
+        listens_at = bench.router._listens_at
+        bench.router.wait(0.0, reads=True)
+        assert bench.router._listens_at == listens_at, "and not at the next look already"
     assert bench.receive() == (b"a", b"here")
+
+
+@pytest.mark.parametrize("error", [ConnectionAbortedError, BlockingIOError])
+def test_a_connection_that_has_gone_before_it_was_accepted_changes_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
+) -> None:
+    real = bench.router._listener
+
+    class Listener:
+        num_asked = 0
+        fileno, close = real.fileno, real.close
+
+        def accept(self) -> tuple[socket.socket, object]:
+            self.num_asked += 1
+            if self.num_asked == 1:
+                raise error()
+            return real.accept()
+
+    monkeypatch.setattr(bench.router, "_listener", Listener())
+    dealer = bench.dealer(b"a")
+    dealer.send(b"here")
+    assert bench.receive() == (b"a", b"here")
+    assert bench.router._listens_at is None
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_wait_lasts_until_its_end_or_the_wakeup(bench: Bench, reads: bool) -> None:
+    began = time.monotonic()
+    bench.router.wait(0.05, reads=reads)
+    assert time.monotonic() - began >= 0.05
+    bench.wakeup.notify()
+    bench.router.wait(WAIT_SECONDS, reads=reads)
+    assert time.monotonic() - began < WAIT_SECONDS
+    assert bench.router.receive() is None
+
+
+def test_who_has_gone_while_it_was_held_up_is_dropped_once(bench: Bench) -> None:
+    stranger = bench.stranger(zmtp.GREETING + zmtp.ready("DEALER", b"a") + zmtp.frame(b"here"))
+    bench.receive()
+    bench.router.send(b"a", bytes(8_000_000))
+    stranger.close()
+    bench.router.wait(WAIT_SECONDS, reads=True)
+    assert bench.router.receive() is None
+    assert bench.refuses(b"a") == "unreachable: it has left"
+    assert not bench.router._connections
+
+
+def test_who_has_gone_unseen_is_dropped_by_what_is_sent_to_it(bench: Bench) -> None:
+    stranger = bench.stranger(zmtp.GREETING + zmtp.ready("DEALER", b"a"))
+    bench.serve_until(lambda: bench.refuses(b"a") == "")
+    assert not has_ended(stranger)  # with something unread its end would be another one
+    stranger.sendall(zmtp.frame(b"here"))
+    stranger.close()
+    assert bench.receive() == (b"a", b"here")
+    assert bench.refuses(b"a") == f"unreachable: {os.strerror(errno.EPIPE)}"
+    assert bench.refuses(b"a") == "unreachable: it has left"
+    assert not bench.router._connections
 
 
 def test_a_wait_ends_with_the_wakeup_and_reads_nothing_if_so_told(bench: Bench) -> None:
@@ -299,6 +378,25 @@ def test_what_waits_has_time_to_go_when_it_closes(bench: Bench) -> None:
     assert came.endswith(b"the last")
 
 
+def test_a_close_waits_no_longer_than_it_was_told_and_gives_all_back(tmp_path: Path) -> None:
+    wakeup = Wakeup()
+    before = len(os.listdir("/proc/self/fd"))
+    router = UnixRouter(f"ipc://{tmp_path}/engine", wakeup.fileno())
+    with socket.socket(socket.AF_UNIX) as reader:
+        reader.connect(str(tmp_path / "engine"))
+        reader.sendall(zmtp.GREETING + zmtp.ready("DEALER", b"a") + zmtp.frame(b"here"))
+        end = time.monotonic() + WAIT_SECONDS
+        while router.receive() is None:
+            assert time.monotonic() < end
+            router.wait(1.0, reads=True)
+        router.send(b"a", bytes(8_000_000))  # more than its buffers take, and it reads nothing
+        began = time.monotonic()
+        router.close(linger_seconds=0.05)
+        assert 0.05 <= time.monotonic() - began < WAIT_SECONDS
+    assert len(os.listdir("/proc/self/fd")) == before
+    wakeup.close()
+
+
 def test_what_waits_goes_also_while_nothing_is_read(bench: Bench) -> None:
     reader = bench.stranger(zmtp.GREETING + zmtp.ready("DEALER", b"a") + zmtp.frame(b"here"))
     bench.receive()
@@ -311,6 +409,35 @@ def test_what_waits_goes_also_while_nothing_is_read(bench: Bench) -> None:
         bench.router.wait(0.001, reads=False)
         with suppress(BlockingIOError):
             came += reader.recv(1 << 20)
+
+
+def test_room_that_was_seen_before_what_waited_had_gone_sends_nothing_twice(bench: Bench) -> None:
+    """The engine was behind between a wait and what it had found: the end of a message went out again."""
+    reader = bench.stranger(zmtp.GREETING + zmtp.ready("DEALER", b"a") + zmtp.frame(b"here"))
+    bench.receive()
+    message = os.urandom(1_000_000)
+    bench.router.send(b"a", message)
+    reader.setblocking(False)
+    came, answers = zmtp.Reader(), list[bytes]()
+
+    def read() -> None:
+        with suppress(BlockingIOError):
+            while data := reader.recv(1 << 20):
+                answers.extend(came.take(data))
+
+    read()
+    bench.router.wait(WAIT_SECONDS, reads=True)  # there is room again
+    connection = bench.router._by_identity[b"a"]
+    end = time.monotonic() + WAIT_SECONDS
+    while connection.held_up:
+        assert time.monotonic() < end
+        bench.router.wait(0.0, reads=False)
+        read()
+    assert len(connection.unsent) == 0, "nothing is kept of what is gone"
+    assert bench.router.receive() is None  # what the wait had found
+    bench.router.send(b"a", b"after")
+    read()
+    assert answers == [message, b"after"]
 
 
 def test_a_path_that_cannot_be_bound_is_said(tmp_path: Path) -> None:

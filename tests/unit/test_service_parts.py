@@ -4,11 +4,12 @@ import asyncio
 import re
 import socket
 from array import array
+from collections.abc import Iterator
 from contextlib import suppress
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Metric, generate_latest
 
 from kvatlas.metric import MetricKind
 from kvatlas.v1 import generation_pb2 as pb
@@ -142,6 +143,29 @@ def test_building_the_series_twice_in_one_process_does_no_harm() -> None:
     one, two = (ServiceMetrics(CollectorRegistry(), version="1", commit="c") for _ in range(2))
     one.merges.inc(3)
     assert two.registry.get_sample_value("kvatlas_stream_merges_total") == 0
+
+
+def test_a_page_that_breaks_is_an_error_that_is_told_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The connection was closed without a word."""
+
+    class Broken(CollectorRegistry):
+        def collect(self) -> Iterator[Metric]:
+            raise KeyError("a bug")
+
+    async def scenario() -> bytes:
+        ops = http.OpsServer(Broken(), lambda: True)
+        port = await ops.start("127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        ops.close()
+        return answer
+
+    answer = asyncio.run(asyncio.wait_for(scenario(), 100))
+    assert answer.startswith(b"HTTP/1.1 500 ")
+    assert answer.endswith(b"\r\n\r\ninternal error\n")
+    assert "event=http_page_failed request='GET /metrics" in caplog.text
 
 
 class MuchToSay(http.OpsServer):

@@ -5,6 +5,7 @@ from array import array
 from dataclasses import replace
 
 import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from kvatlas.constraints.text import ConstraintText
 from kvatlas.v1 import generation_pb2
@@ -108,7 +109,10 @@ def broken(**changes: object) -> worker_pb2.AddSequence:
     add = full_add()
     for name, value in changes.items():
         target, field = (add.params, name[7:]) if name.startswith("params_") else (add, name)
-        setattr(target, field, value)
+        if isinstance(value, Timestamp):
+            getattr(target, field).CopyFrom(value)
+        else:
+            setattr(target, field, value)
     return add
 
 
@@ -132,6 +136,13 @@ def broken(**changes: object) -> worker_pb2.AddSequence:
         ({"params_stop_token_ids": u32(100)}, AddStatus.INVALID, "stop_token_ids"),
         ({"params_logit_bias_values": b""}, AddStatus.INVALID, "logit_bias_values"),
         ({"params_logit_bias_values": array("f", (1, math.inf)).tobytes()}, AddStatus.INVALID, "logit_bias"),
+        ({"params_logprobs": 256}, AddStatus.INVALID, "^logprobs: 256 is not in 0 .. 255"),
+        ({"params_prompt_logprobs": 2**32 - 1}, AddStatus.INVALID, "^prompt_logprobs: "),
+        ({"first_choice_index": 2**31 - 2}, AddStatus.INVALID, "first_choice_index"),
+        ({"receive_time": Timestamp(seconds=2**63 - 1)}, AddStatus.INVALID, "receive_time"),
+        ({"receive_time": Timestamp(seconds=-1)}, AddStatus.INVALID, "receive_time"),
+        ({"receive_time": Timestamp(nanos=10**9)}, AddStatus.INVALID, "receive_time"),
+        ({"receive_time": Timestamp(nanos=-1)}, AddStatus.INVALID, "receive_time"),
     ],
 )
 def test_what_must_not_run_is_refused_with_its_reason(
@@ -140,6 +151,19 @@ def test_what_must_not_run_is_refused_with_its_reason(
     with pytest.raises(codec.Unfit, match=named) as caught:
         spec_of(broken(**changes))
     assert caught.value.status is status
+
+
+def test_the_last_values_that_can_be_told_again_are_taken() -> None:
+    last = Timestamp(seconds=253_402_300_799, nanos=999_999_999)
+    spec = spec_of(
+        broken(
+            params_logprobs=255, params_prompt_logprobs=255, first_choice_index=2**31 - 3, receive_time=last
+        )
+    )
+    assert (spec.params.logprobs, spec.params.prompt_logprobs) == (255, 255)
+    assert (spec.first_choice_index, spec.receive_time_ns) == (2**31 - 3, 253_402_300_799_999_999_999)
+    entry = TokenLogprob(-1.0, 1, tuple((token, -2.0) for token in range(255)))
+    assert codec.logprob_columns([entry]).alternative_counts == bytes((255,))
 
 
 def test_a_resumed_sequence_brings_its_output_along() -> None:

@@ -4,7 +4,7 @@ import http.client
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 
 from worker.description import ModelDescription, PoolDescription, WorkerDescription, WorkerState
+from worker.link.addresses import AddressError
 from worker.link.http import LIFE_SECONDS, MAX_CONNECTIONS, STALL_SECONDS, StatusServer
 from worker.readers.metrics import WorkerCollector, first_view
 from worker.stats import EngineCounts
@@ -21,7 +22,7 @@ from worker.status import StatusBoard, StepMark, first_board
 class Served:
     """A status server on a free port, with a clock in the test's hands."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         pool = PoolDescription(8, 4, 2, 32, "lru")
         description = WorkerDescription("w", 1, ModelDescription("m", 9, 32), pool, 1, 32, 0, (), "", b"")
         self.now = 100.0
@@ -34,9 +35,7 @@ class Served:
             mismatches=lambda: 3,
             watermark_pages=2,
         )
-        self.server = StatusServer(
-            "127.0.0.1", 0, registry=registry, board=self.board, clock=lambda: self.now
-        )
+        self.server = StatusServer(host, 0, registry=registry, board=self.board, clock=lambda: self.now)
 
     def get(self, path: str, method: str = "GET", **headers: str) -> tuple[int, str, str]:
         connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=60)
@@ -54,7 +53,8 @@ def served() -> Iterator[Served]:
     yield made
     made.server.close()
     made.server.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "kvatlas-http"]
+    left = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in left if name == "kvatlas-http" or "process_request" in name]
 
 
 def test_metrics_come_as_text_and_as_openmetrics(served: Served) -> None:
@@ -100,6 +100,55 @@ def test_healthy_unless_something_runs_and_no_step_ends(served: Served) -> None:
 def test_a_head_has_the_status_of_a_get(served: Served, path: str) -> None:
     status, kind, _ = served.get(path)
     assert served.get(path, "HEAD")[:2] == (status, kind)
+
+
+def test_a_page_that_breaks_is_an_error_that_is_told_and_logged(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The connection was closed without a word, and the log had it below its usual level."""
+    served.board.load = None  # type: ignore[assignment]  # a bug
+    for path in ("/metrics", "/healthz"):
+        assert served.get(path)[::2] == (500, "internal error\n")
+        assert f"event=http_page_failed path={path!r}" in caplog.text
+    assert served.get("/readyz")[0] == 503, "the others are told"
+
+
+def test_no_name_is_looked_up_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no DNS answers, that took the start of a worker many seconds."""
+
+    def look_up(*_: object) -> str:
+        raise AssertionError("looked up")
+
+    for name in ("getfqdn", "gethostbyaddr"):
+        monkeypatch.setattr(socket, name, look_up)
+    made = Served("0.0.0.0")
+    assert made.get("/healthz")[0] == 200
+    made.server.close()
+
+
+@pytest.mark.parametrize("host", ["256.0.0.1", "ä..b"])
+def test_a_host_that_is_none_is_told_in_a_sentence(host: str) -> None:
+    with pytest.raises(AddressError, match=r"^metrics_host .+, metrics_port 0: .+"):
+        Served(host)
+
+
+def test_an_address_in_use_is_told_in_a_sentence(served: Served) -> None:
+    with pytest.raises(AddressError, match=f"metrics_port {served.server.port}: Address already in use"):
+        StatusServer(
+            "127.0.0.1",
+            served.server.port,
+            registry=CollectorRegistry(),
+            board=served.board,
+            clock=lambda: 0.0,
+        )
+
+
+def test_nothing_is_kept_of_connections_that_are_over(
+    served: Served, wait_until: Callable[..., None]
+) -> None:
+    for _ in range(3):
+        served.get("/healthz")
+    wait_until(lambda: not served.server._server._connections, "their ends")
 
 
 def test_other_paths_are_not_found(served: Served) -> None:

@@ -116,6 +116,11 @@ def test_bad_calls_are_refused_at_once(bench: LinkBench) -> None:
     assert (rows.code, "64" in rows.message) == (3, True)
     cut = worker_pb2.PinPrefix(name="p", token_ids=b"abc")
     assert service.command(worker_pb2.Command(pin=cut))[0].code == 3
+    unknown = worker_pb2.PinPrefix(name="p", token_ids=array("I", (1, 100)).tobytes())
+    (beyond,) = service.command(worker_pb2.Command(pin=unknown))
+    assert (beyond.code, beyond.error_reason) == (3, 1)
+    assert "token_ids: token id 100" in beyond.message, "a device would read behind its table"
+    assert bench.commands.is_empty
     bench.board.state = WorkerState.STARTING
     (early,) = service.command(worker_pb2.Command(snapshot=worker_pb2.SnapshotRequest()))
     assert (early.code, early.error_reason) == (14, 12)

@@ -16,12 +16,21 @@ from worker.messages import (
     CallReason,
     CheckAnswer,
     CheckIntegrity,
+    EngineCommand,
     Flush,
     FlushAnswer,
     LinkMessage,
+    ListPins,
+    Pin,
+    Profile,
+    ReadRows,
+    Recorded,
+    RowsAnswer,
     Ticket,
 )
 from worker.obey import Obedience
+from worker.pinning import PIN_SOURCE
+from worker.scheduling.output import OutputColumns
 from worker.scheduling.scheduler import Scheduler
 
 KEYS = (b"alice\0x", b"alice\0", b"bob\0x", b"\0x", b"alicex\0")  # a tenant, a zero byte, a salt
@@ -81,14 +90,41 @@ def test_a_flush_takes_the_pages_of_its_tenant_and_salt(
     assert desk.left() == sorted(set(KEYS) - set(taken))
 
 
-def test_a_flush_that_breaks_is_answered(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("command", "target", "name"),
+    [
+        (Flush(TICKET, "", None, False, False), "scheduler", "flush"),
+        (Pin(TICKET, "p", (1, 2, 3, 4), b"", 0.0), "scheduler", "pin"),
+        (ListPins(TICKET), "scheduler", "list_pins"),
+        (CheckIntegrity(TICKET), "audit", "sweep"),
+    ],
+)
+def test_a_call_that_breaks_is_answered_and_ends_no_engine(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, command: EngineCommand, target: str, name: str
+) -> None:
+    """Only a flush did: a bug of pins ended every sequence of the worker."""
 
     def broken(*_: object) -> None:
         raise KeyError("which nobody may read")
 
-    monkeypatch.setattr(desk.scheduler, "flush", broken)
-    desk.obedience.obey(Flush(TICKET, "", None, False, False), 0.0)
+    monkeypatch.setattr(getattr(desk, target), name, broken)
+    desk.obedience.obey(command, 0.0)
     assert list(desk.answers()) == [CallFailure(TICKET, CallError.INTERNAL, CallReason.INTERNAL, "KeyError")]
+    desk.obedience.close()
+    assert not desk.answers(), "it is answered"
+
+
+def test_a_pin_that_breaks_once_it_is_computed_ends_no_engine(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk.obedience.obey(Pin(TICKET, "p", (1, 2, 3, 4), b"", 0.0), 0.0)
+    assert desk.scheduler.num_live == 1, "it is computed first"
+    columns = OutputColumns()
+    columns.ends.append(None)  # type: ignore[arg-type]
+    by_source = {PIN_SOURCE: columns}
+    desk.obedience.take_own(by_source, 0.0)
+    assert by_source == {}, "nobody's request is told to a service"
+    assert "event=command_failed" in caplog.text
 
 
 def test_one_check_of_everything_at_a_time_and_each_call_has_one_answer(desk: Desk) -> None:
@@ -113,3 +149,45 @@ def test_one_check_of_everything_at_a_time_and_each_call_has_one_answer(desk: De
     (told,) = desk.answers()
     assert isinstance(told, CallFailure)
     assert (told.ticket, told.error) == (third, CallError.UNAVAILABLE)
+
+
+def test_what_takes_several_turns_goes_on_in_each(desk: Desk) -> None:
+    ends: list[int] = []
+    profile = Profile(
+        Ticket("s", 2), 9, 100.0, False, lambda recorded, num_steps, why: ends.append(num_steps)
+    )
+    assert desk.obedience.next_time is None
+    desk.obedience.obey(profile, 0.0)
+    desk.obedience.obey(ReadRows(TICKET, (1, 2), False), 0.0)
+    assert desk.obedience.next_time == 0.0, "the first that is due"
+    desk.obedience.take_own({}, 99.0)
+    (rows,) = desk.answers()
+    assert isinstance(rows, RowsAnswer)
+    assert [row.row for row in rows.rows] == [1, 2]
+    assert (desk.obedience.next_time, ends) == (100.0, [])
+    desk.obedience.take_own({}, 100.0)
+    assert (desk.obedience.next_time, ends) == (None, [0])
+
+
+def test_rows_that_break_are_answered_and_end_no_engine(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(desk.scheduler, "row_views", None)  # not callable
+    desk.obedience.obey(ReadRows(TICKET, (1,), False), 0.0)
+    desk.obedience.take_own({}, 0.0)
+    assert list(desk.answers()) == [CallFailure(TICKET, CallError.INTERNAL, CallReason.INTERNAL, "TypeError")]
+    assert "event=command_failed" in caplog.text
+
+
+def test_a_profile_that_runs_when_the_worker_ends_is_answered(desk: Desk) -> None:
+    """Nobody answered it: its caller waited until the connection was gone."""
+    ends: list[Recorded | None] = []
+    profile = Profile(TICKET, 3, 100.0, False, lambda recorded, num_steps, why: ends.append(recorded))
+    desk.obedience.obey(profile, 0.0)
+    assert desk.obedience.next_time == 100.0
+    desk.obedience.close()
+    desk.obedience.close()
+    text = "the worker ends"
+    assert list(desk.answers()) == [CallFailure(TICKET, CallError.UNAVAILABLE, CallReason.DRAINING, text)]
+    desk.obedience.take_own({}, 200.0)
+    assert (ends, desk.obedience.next_time) == ([], None), "it is answered"

@@ -97,6 +97,14 @@ def test_a_peer_that_gives_no_name_is_ready_too() -> None:
     assert reader.identity == b""
 
 
+def test_who_has_not_said_its_name_may_say_little_and_then_much() -> None:
+    """Connections of strangers could hold 64 MiB each, of what was no message yet."""
+    reader, ready = zmtp.Reader(), zmtp.ready("DEALER", b"n" * 255)
+    assert reader.take(zmtp.GREETING + b"\x06" + (4096).to_bytes(8, "big") + bytes(4096) + ready) == []
+    assert reader.identity == b"n" * 255
+    assert reader.take(zmtp.frame(bytes(5000))) == [bytes(5000)]
+
+
 def test_commands_that_are_not_known_are_passed_over() -> None:
     reader = zmtp.Reader()
     reader.take(PEER)
@@ -115,6 +123,8 @@ def test_commands_that_are_not_known_are_passed_over() -> None:
         (PEER + b"\x02" + (1 << 40).to_bytes(8, "big"), "bytes"),
         (PEER + b"\x08\x01x", "flags 8"),
         (zmtp.GREETING + b"\x04\x0c\x05READY\x01n\0\0\0\x09", "cut off"),
+        (zmtp.GREETING + zmtp.ready("DEALER", b"n" * 256), "an identity of 256 bytes"),
+        (zmtp.GREETING + b"\x06" + (4097).to_bytes(8, "big"), "4097 bytes"),
     ],
 )
 def test_what_is_no_zmtp_is_refused(data: bytes, why: str) -> None:

@@ -8,9 +8,10 @@ import math
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from kvatlas.constraints.text import ConstraintText
 from kvatlas.v1 import generation_pb2
@@ -28,6 +29,9 @@ LOCAL_ID_MASK = (1 << SESSION_SHIFT) - 1
 """A service's own sequence ids are below 2^40: 12 days at a million sequences a second."""
 
 MAX_SAMPLES = 1024
+MAX_CHOICES = 1 << 31  # of a request; kernels count them in 32 bits
+MAX_UNIX_SECONDS = 253_402_300_799  # the last second of a Timestamp
+MAX_ALTERNATIVES = 255  # of a token: they are counted in a byte of LogprobColumns
 REPLY_FIELD_TAG = b"\x3a"  # WorkerMessage.reply: field 7, length-delimited
 
 assert sys.byteorder == "little", "planes are little endian and are copied as they lie in memory"
@@ -88,14 +92,15 @@ def request_spec(
         raise Unfit(
             AddStatus.INVALID, f"sample_count {samples} from sequence_id {add.sequence_id} is out of range"
         )
+    _within(add.first_choice_index, 0, MAX_CHOICES - samples, "first_choice_index")
     if add.adapter:
         raise Unfit(AddStatus.FEATURE_DISABLED, "adapters")
-    prompt = _token_ids(add.prompt_token_ids, vocab_size, "prompt_token_ids")
+    prompt = token_ids(add.prompt_token_ids, vocab_size, "prompt_token_ids")
     if not prompt:
         raise Unfit(AddStatus.INVALID, "prompt_token_ids is empty")
     # What most requests do not have is not looked at: this is code that runs cold before a first token.
     resume_plane = add.resume_token_ids
-    resume = _token_ids(resume_plane, vocab_size, "resume_token_ids") if resume_plane else array("I")
+    resume = token_ids(resume_plane, vocab_size, "resume_token_ids") if resume_plane else array("I")
     if resume and samples > 1:
         raise Unfit(AddStatus.INVALID, "resume_token_ids with several samples")
     return RequestSpec(
@@ -112,7 +117,7 @@ def request_spec(
         request_id=add.request_id,
         tenant=add.tenant,
         labels=dict(add.labels),
-        receive_time_ns=add.receive_time.seconds * 1_000_000_000 + add.receive_time.nanos,
+        receive_time_ns=_nanoseconds(add.receive_time),
         source=source,
         first_choice_index=add.first_choice_index,
         resume_token_ids=resume,
@@ -121,7 +126,14 @@ def request_spec(
     )
 
 
-def _token_ids(data: bytes, vocab_size: int, name: str) -> "array[int]":
+def _nanoseconds(time: Timestamp) -> int:
+    """Since 1970, of a time that can be told again."""
+    nanos = _within(time.nanos, 0, 999_999_999, "receive_time")
+    return _within(time.seconds, 0, MAX_UNIX_SECONDS, "receive_time") * 1_000_000_000 + nanos
+
+
+def token_ids(data: bytes, vocab_size: int, name: str) -> "array[int]":
+    """A plane of ids, all in the vocabulary: what is behind it would be read out of bounds. Raises Unfit."""
     ids = plane("I", data, name)
     if data and (highest := int(np.maximum.reduce(np.frombuffer(data, dtype=np.uint32)))) >= vocab_size:
         raise Unfit(AddStatus.INVALID, f"{name}: token id {highest}, the vocabulary ends before {vocab_size}")
@@ -143,18 +155,24 @@ def _sampling_params(params: worker_pb2.SequenceParams, vocab_size: int) -> Samp
         logit_bias=_logit_bias(params, vocab_size),
         max_tokens=_within(params.max_tokens, 1, 1 << 31, "max_tokens"),
         min_tokens=_within(params.min_tokens, 0, params.max_tokens, "min_tokens"),
-        stop_token_ids=frozenset(_token_ids(stop_ids, vocab_size, "stop_token_ids") if stop_ids else ()),
+        stop_token_ids=frozenset(token_ids(stop_ids, vocab_size, "stop_token_ids") if stop_ids else ()),
         stop_at_eos=params.stop_at_eos,
         max_duration_seconds=seconds or None,
-        logprobs=params.logprobs if params.HasField("logprobs") else None,
-        prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
+        logprobs=_alternatives(params, "logprobs"),
+        prompt_logprobs=_alternatives(params, "prompt_logprobs"),
     )
+
+
+def _alternatives(
+    params: worker_pb2.SequenceParams, name: Literal["logprobs", "prompt_logprobs"]
+) -> int | None:
+    return _within(getattr(params, name), 0, MAX_ALTERNATIVES, name) if params.HasField(name) else None
 
 
 def _logit_bias(params: worker_pb2.SequenceParams, vocab_size: int) -> tuple[tuple[int, float], ...]:
     if not params.logit_bias_token_ids and not params.logit_bias_values:
         return ()
-    ids = _token_ids(params.logit_bias_token_ids, vocab_size, "logit_bias_token_ids")
+    ids = token_ids(params.logit_bias_token_ids, vocab_size, "logit_bias_token_ids")
     if len(params.logit_bias_values) != 4 * len(ids):
         raise Unfit(AddStatus.INVALID, "logit_bias_values does not fit logit_bias_token_ids")
     bias = np.frombuffer(params.logit_bias_values, dtype=np.float32).tolist()

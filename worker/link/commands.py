@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvatlas.worker.v1 import worker_pb2
-from worker.link.codec import Unfit, plane
+from worker.link.codec import Unfit, token_ids
 from worker.messages import (
     CallError,
     CallFailure,
@@ -93,7 +93,10 @@ class CommandDesk:
         to_engine: Callable[[EngineCommand], None],
         to_observer: Callable[[ObserverCall], bool],
         other: OtherDesk | None = None,
+        *,
+        vocab_size: int,
     ) -> None:
+        self._vocab_size = vocab_size
         self._to_engine = to_engine
         self._to_observer = to_observer
         self._other = other
@@ -147,7 +150,7 @@ class CommandDesk:
                 salt = asked.salt.encode() if asked.HasField("salt") else None
                 self._to_engine(Flush(ticket, asked.tenant, salt, asked.include_active, asked.include_pinned))
             case "pin":
-                self._to_engine(_pin(ticket, command.pin))
+                self._to_engine(self._pin(ticket, command.pin))
             case "list_pins":
                 self._to_engine(ListPins(ticket))
             case "integrity":
@@ -181,6 +184,13 @@ class CommandDesk:
                 raise CallRefused(CallError.RESOURCE_EXHAUSTED, CallReason.QUOTA_EXCEEDED, text)
             self._next_device_read = now + DEVICE_READ_INTERVAL_SECONDS
         return ReadRows(ticket, tuple(asked.rows), asked.from_device)
+
+    def _pin(self, ticket: Ticket, pin: worker_pb2.PinPrefix) -> Pin:
+        try:
+            ids = token_ids(pin.token_ids, self._vocab_size, "token_ids")
+        except Unfit as unfit:
+            raise CallRefused(CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD, str(unfit)) from None
+        return Pin(ticket, pin.name, ids, pin.cache_salt, pin.ttl_ms / 1000)
 
     def _check_integrity(self, ticket: Ticket, now: float) -> CheckIntegrity:
         if now < self._next_check:
@@ -222,11 +232,3 @@ class CommandDesk:
         self._open_by_source[ticket.source] -= 1
         if not self._open_by_source[ticket.source]:
             del self._open_by_source[ticket.source]
-
-
-def _pin(ticket: Ticket, pin: worker_pb2.PinPrefix) -> Pin:
-    try:
-        token_ids = plane("I", pin.token_ids, "token_ids")
-    except Unfit as unfit:
-        raise CallRefused(CallError.INVALID_ARGUMENT, CallReason.INVALID_FIELD, str(unfit)) from None
-    return Pin(ticket, pin.name, token_ids, pin.cache_salt, pin.ttl_ms / 1000)

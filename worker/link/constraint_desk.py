@@ -25,11 +25,10 @@ THREADS = 2
 logger = logging.getLogger("worker.constraints")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # a service may send one request twice
 class _Waiting:
     spec: RequestSpec
-    aborts: list[Abort] = field(default_factory=list)
-    is_dropped: bool = False
+    aborted: dict[SequenceId, AbortReason] = field(default_factory=dict)  # the first abort of each counts
 
 
 class ConstraintDesk:
@@ -47,7 +46,7 @@ class ConstraintDesk:
         self._to_engine = to_engine
         self._answer = answer
         self._lock = threading.Lock()
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_Waiting] = []  # who takes one out has answered it, or nobody asks any more
         self._threads = DeepThreads("kvatlas-constraints", num_threads=THREADS, max_waiting=max_waiting + 1)
         self._max_waiting = max_waiting
 
@@ -67,25 +66,31 @@ class ConstraintDesk:
             has_room = len(self._waiting) < self._max_waiting
             if has_room:
                 self._waiting.append(entry)
-        if not has_room or not self._threads.submit(lambda: self._compile(entry, constraint)):
-            self._refuse(entry, AddStatus.QUEUE_FULL, "too many constraints wait to be compiled")
+        why = "too many constraints wait to be compiled"
+        if not has_room:
+            self._tell(spec, AddStatus.QUEUE_FULL, why)
+        elif not self._threads.submit(lambda: self._compile(entry, constraint)):
+            self._refuse(entry, AddStatus.QUEUE_FULL, why)
 
     def abort(self, sequence_ids: Sequence[SequenceId], reason: AbortReason) -> None:
         """Stops sequences, also those of requests that wait here."""
         ids = set(sequence_ids)
-        abort = Abort(sequence_ids, reason)
         with self._lock:
             for entry in self._waiting:
                 first = entry.spec.sequence_id
-                if any(first + sample in ids for sample in range(entry.spec.sample_count)):
-                    entry.aborts.append(abort)
-            self._to_engine(abort)
+                for sequence_id in ids.intersection(range(first, first + entry.spec.sample_count)):
+                    entry.aborted.setdefault(sequence_id, reason)
+            self._to_engine(Abort(sequence_ids, reason))
 
     def drop(self, source: str) -> None:
-        """A service is gone: nothing of it is passed on any more."""
+        """A service is gone: nothing of it is passed on any more, nor compiled if that has not begun."""
         with self._lock:
-            for entry in self._waiting:
-                entry.is_dropped |= entry.spec.source == source
+            self._waiting = [entry for entry in self._waiting if entry.spec.source != source]
+
+    def refuse_waiting(self) -> None:
+        """The engine has ended: who waits here is answered, as who waits there was."""
+        for entry in list(self._waiting):
+            self._refuse(entry, AddStatus.DRAINING, "the worker ends")
 
     def close(self) -> None:
         """Ends the threads."""
@@ -102,6 +107,8 @@ class ConstraintDesk:
             logger.exception("event=constraints_unprepared")
 
     def _compile(self, entry: _Waiting, constraint: ConstraintText) -> None:
+        if entry not in self._waiting:  # the compiler's time is for those behind it
+            return
         try:
             spec = _constrained(entry.spec, self._compiler.compile(constraint))
         except ConstraintError as error:
@@ -114,20 +121,24 @@ class ConstraintDesk:
 
     def _pass_on(self, entry: _Waiting, spec: RequestSpec) -> None:
         with self._lock:
-            self._waiting.remove(entry)
-            if entry.is_dropped:
+            if entry not in self._waiting:
                 return
+            self._waiting.remove(entry)
             self._to_engine(AddRequest(spec))
-            for abort in entry.aborts:
-                self._to_engine(abort)
+            for reason in sorted(set(entry.aborted.values())):
+                ids = [sequence_id for sequence_id, why in entry.aborted.items() if why is reason]
+                self._to_engine(Abort(ids, reason))
 
     def _refuse(self, entry: _Waiting, status: AddStatus, why: str) -> None:
         with self._lock:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
-        if not entry.is_dropped:
-            spec, outcome = entry.spec, AddOutcome(status, message=why)
-            self._answer(AddAnswer(spec.source, spec.sequence_id, spec.sample_count, outcome))
+            if entry not in self._waiting:
+                return
+            self._waiting.remove(entry)
+        self._tell(entry.spec, status, why)
+
+    def _tell(self, spec: RequestSpec, status: AddStatus, why: str) -> None:
+        outcome = AddOutcome(status, message=why)
+        self._answer(AddAnswer(spec.source, spec.sequence_id, spec.sample_count, outcome))
 
 
 def _constrained(spec: RequestSpec, compiled: Constraint) -> RequestSpec:

@@ -1,5 +1,6 @@
 """EstimateCache at the worker: a sample of the last requests, the estimator, and figures as messages."""
 
+import logging
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -23,6 +24,8 @@ FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
 MAX_PAGE_SIZE = 4096
 MAX_ESTIMATED = 16_384  # requests times settings: a few seconds of one core
 MIN_REQUESTS, MAX_REQUESTS = 512, 4_096
+logger = logging.getLogger("worker.link")
+
 _PREFIX_FIELDS = ("hit_tokens", "miss_cold_tokens", "miss_evicted_tokens", "unaligned_tokens")
 
 
@@ -83,6 +86,13 @@ class EstimateDesk:
 
     def _answer(self, ticket: Ticket, answer: Answer, task: EstimateTask) -> None:
         """On the estimator's thread."""
+        try:
+            self._tell(ticket, answer, task)
+        except Exception:  # figures that make no message: the call is answered all the same
+            logger.exception("event=estimate_failed")
+            self._fail(ticket, CallError.INTERNAL, CallReason.INTERNAL, "the estimate failed")
+
+    def _tell(self, ticket: Ticket, answer: Answer, task: EstimateTask) -> None:
         if isinstance(answer, EstimateLate):
             text = "the estimate was not ready in time: ask for fewer settings"
             self._fail(ticket, CallError.DEADLINE_EXCEEDED, CallReason.DEADLINE_PASSED, text)

@@ -5,6 +5,7 @@ Bounded: a few connections at once, each with a short life. Knows the status boa
 
 import logging
 import socket
+import socketserver
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -45,8 +46,9 @@ class StatusServer:
         }
         try:
             self._server = _BoundedServer((host, port), self._pages, clock)
-        except OSError as error:
-            raise AddressError(f"metrics_host {host}, metrics_port {port}: {error.strerror}") from error
+        except (OSError, TypeError) as error:  # no such address, or what can be no name
+            why = getattr(error, "strerror", error)
+            raise AddressError(f"metrics_host {host}, metrics_port {port}: {why}") from error
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.2,), name="kvatlas-http", daemon=True
@@ -76,6 +78,10 @@ class _BoundedServer(ThreadingHTTPServer):
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._connections: dict[socket.socket, float] = {}  # when each began
         super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        """Without a look at names, which http.server wants for CGI: a worker without DNS waited for it."""
+        socketserver.TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._slots.acquire(blocking=False):
@@ -139,12 +145,20 @@ class _Handler(BaseHTTPRequestHandler):
         if page is None:
             status, kind, body = 404, "text/plain", b"/metrics /healthz /readyz\n"
         else:
-            status, kind, body = page(self.headers.get("Accept", ""))
+            status, kind, body = self._asked(page)
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         return body
+
+    def _asked(self, page: Callable[[str], tuple[int, str, bytes]]) -> tuple[int, str, bytes]:
+        """What a page says; where it breaks, that."""
+        try:
+            return page(self.headers.get("Accept", ""))
+        except Exception:  # any bug of what is read, and an alarm is to hear of it
+            logger.exception("event=http_page_failed path=%r", self.path[:128])
+            return 500, "text/plain", b"internal error\n"
 
     def log_message(self, format: str, *args: Any) -> None:
         log_event(logger, logging.DEBUG, "http_request", line=format % args)

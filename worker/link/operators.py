@@ -162,7 +162,9 @@ class OperatorDesk:
         """Its file; half of one is none, and would be the newest. Raises OSError, or what `save` does."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._name.take(self._folder)
-        path = self._folder / f"{self._name.name}-{time.time_ns()}{recorded.suffix}"
+        newest = max((stamp for stamp, _ in self._stamped()), default=0)
+        stamp = max(time.time_ns(), newest + 1)  # by a clock that was set back, it would be the first to go
+        path = self._folder / f"{self._name.name}-{stamp}{recorded.suffix}"
         try:
             recorded.save(path)
         except BaseException:
@@ -200,9 +202,13 @@ class OperatorDesk:
         if self._folder.is_dir():
             with suppress(OSError):  # a folder that can only be read has nobody who writes
                 self._name.take(self._folder)
+        return [path for _, path in sorted(self._stamped())]
+
+    def _stamped(self) -> list[tuple[int, Path]]:
+        """With the times in their names, in any order."""
         pattern = re.compile(re.escape(self._name.name) + r"-(\d+)\.(json\.gz|pstats)")
-        found = [(match, path) for path in self._folder.glob("*") if (match := pattern.fullmatch(path.name))]
-        return [path for match, path in sorted(found, key=lambda each: int(each[0][1]))]
+        found = ((pattern.fullmatch(path.name), path) for path in self._folder.glob("*"))
+        return [(int(match[1]), path) for match, path in found if match]
 
     # The thread
 

@@ -39,6 +39,7 @@ DELTAS, EVENTS = b"d", b"e"
 PUBLISH_SECONDS = 0.1
 SIGN_OF_LIFE_SECONDS = 0.5  # an empty delta, so that mirrors know how old they are
 SEND_HIGH_WATER_MARK = 64
+SUBSCRIPTIONS_PER_TURN = 256  # so that a flood of them does not hold up the page map
 MAX_EVENTS_PER_MESSAGE = 16_384
 
 logger = logging.getLogger("worker.feed")
@@ -116,7 +117,7 @@ class PageFeed:
         return max(0.0, self._next_delta - now)
 
     def _take_subscriptions(self, pool: PoolTotals) -> None:
-        while True:
+        for _ in range(SUBSCRIPTIONS_PER_TURN):
             try:
                 request = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:

@@ -38,15 +38,19 @@ class RecordingDesk:
         self._estimates = estimates
         self._answers = answers
         self._worker_id = worker_id
+        self._wanted: set[Ticket] = set()  # calls for whose answers somebody waits
 
     def take(self, ticket: Ticket, command: worker_pb2.Command, seconds: float) -> None:
         """Passes a call on. Raises CallRefused."""
+        self._wanted.add(ticket)
         if not self._recorder.submit(lambda recorder: self._work(recorder, ticket, command, seconds)):
+            self._wanted.discard(ticket)
             text = "too many calls wait for the recorder"
             raise CallRefused(CallError.RESOURCE_EXHAUSTED, CallReason.QUOTA_EXCEEDED, text)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Nobody waits for the answer any more."""
+        """Nobody waits for the answer any more: what has not begun is not done."""
+        self._wanted.discard(ticket)
         self._estimates.cancel(ticket)
 
     def tick(self) -> None:
@@ -55,6 +59,8 @@ class RecordingDesk:
     # On the recorder's thread.
 
     def _work(self, recorder: Recorder, ticket: Ticket, command: worker_pb2.Command, seconds: float) -> None:
+        if ticket not in self._wanted:
+            return
         try:
             match command.WhichOneof("command"):
                 case "start_recording":
@@ -69,6 +75,8 @@ class RecordingDesk:
                     self._send_pieces(recorder, ticket, command.get_recording)
                 case "estimate":
                     self._estimates.ask(recorder, ticket, command.estimate, seconds)
+                    if ticket not in self._wanted:  # since the look before
+                        self._estimates.cancel(ticket)
         except CallRefused as refused:
             self._fail(ticket, refused.error, refused.reason, refused.message)
         except RecorderBusy as busy:

@@ -20,12 +20,15 @@ from worker.link.doorkeeper import Doorkeeper
 from worker.link.peers import MAX_SERVICES
 
 HIGH_WATER_MARK = 10_000  # messages that wait for one service
+WAITING_BYTES = 1 << 30  # of them, on one host: twice what a service's open calls may bring at once
 READ_BYTES = 64 * 1024  # of one connection, before the next one's turn
 MAX_CONNECTIONS = 2 * MAX_SERVICES  # one that is over may not have been noticed yet
+PASSED_OVER = 64  # messages that are none of ours, before others have their turn
 HANDSHAKE_SECONDS = 5.0  # for a connection, where others want its place
 DEAF_SECONDS = 1.0  # after an accept that failed
 LINGER_POLL_SECONDS = 0.002
 IPC = "ipc://"
+_NOTHING = memoryview(b"")
 
 
 class CannotSend(Exception):
@@ -95,13 +98,14 @@ class ZmqRouter:
 
     def receive(self) -> tuple[bytes, bytes] | None:
         """Routing id and message of whoever has sent one; None: nothing is there now."""
-        while True:
+        for _ in range(PASSED_OVER):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return None
             if len(frames) == 2:
                 return frames[0], frames[1]
+        return None
 
     def send(self, identity: bytes, data: bytes) -> None:
         """Sends it, or puts it in that peer's queue. Raises CannotSend."""
@@ -120,20 +124,22 @@ class ZmqRouter:
 class _Connection:
     """One DEALER's, from its connect to its end."""
 
-    __slots__ = ("began", "held_up", "reader", "socket", "unsent", "waiting")
+    __slots__ = ("began", "held_up", "reader", "socket", "unsent", "waiting", "waiting_bytes")
 
     def __init__(self, accepted: socket.socket) -> None:
         self.socket = accepted
         self.began = time.monotonic()
         self.reader = zmtp.Reader()
         self.waiting: deque[bytes] = deque()  # frames, in order
-        self.unsent = memoryview(b"")  # of the one that the socket has not taken whole
+        self.waiting_bytes = 0  # of them
+        self.unsent = _NOTHING  # of the one that the socket has not taken whole
         self.held_up = False  # the socket is full
 
     def write(self, data: bytes) -> None:
         """To the socket, or behind what waits. Raises OSError where it is gone."""
         if self.held_up:
             self.waiting.append(data)
+            self.waiting_bytes += len(data)
         else:
             self._send(memoryview(data))
 
@@ -142,15 +148,16 @@ class _Connection:
             taken = self.socket.send(data)
         except BlockingIOError:
             taken = 0
-        if taken < len(data):
-            self.unsent, self.held_up = data[taken:], True
+        self.held_up = taken < len(data)
+        self.unsent = data[taken:] if self.held_up else _NOTHING
 
     def go_on(self) -> None:
-        """What waits, as far as the socket takes it now. Raises OSError."""
-        self.held_up = False
+        """What waits, as far as the socket takes it now; nothing may be left of it. Raises OSError."""
         self._send(self.unsent)
         while self.waiting and not self.held_up:
-            self.write(self.waiting.popleft())
+            data = self.waiting.popleft()
+            self.waiting_bytes -= len(data)
+            self._send(memoryview(data))
 
 
 class UnixRouter:
@@ -166,7 +173,6 @@ class UnixRouter:
         self._poll = select.epoll()
         self._poll.register(self._listener.fileno(), select.EPOLLIN)
         self._poll.register(wakeup, select.EPOLLIN)
-        self._wakeup = wakeup
         self._poll_wakeup = select.poll()
         self._poll_wakeup.register(wakeup, select.POLLIN)
         self._listens_at: float | None = None  # there were no descriptors left: when to accept again
@@ -193,7 +199,7 @@ class UnixRouter:
         connection = self._by_identity.get(identity)
         if connection is None:
             raise CannotSend("unreachable: it has left")
-        if len(connection.waiting) >= HIGH_WATER_MARK:
+        if len(connection.waiting) >= HIGH_WATER_MARK or connection.waiting_bytes >= WAITING_BYTES:
             raise CannotSend("its queue is full")
         try:
             self._write(connection, zmtp.frame(data))

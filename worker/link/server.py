@@ -86,7 +86,8 @@ class EngineLink:
         self._silence_seconds = silence_seconds
         self._peers = Peers()
         self._constraints = constraints
-        self._desk = CommandDesk(commands.put, to_observer, other_desk)
+        vocab_size = status.description.model.vocab_size
+        self._desk = CommandDesk(commands.put, to_observer, other_desk, vocab_size=vocab_size)
         self.sequence_mismatches = 0  # heartbeats of services whose live count differs from ours
         self._is_stopping = False
         self._beats_at_once = False
@@ -132,8 +133,9 @@ class EngineLink:
         self._on_failure()
 
     def _serve(self) -> None:
+        turn, stand_in = partial(self._guarded, self._turn), partial(self._guarded, self._stand_in)
         while not self._is_stopping:
-            self._turns.take(self._turn, self._stand_in)
+            self._turns.take(turn, stand_in)
         while len(self._outputs):
             self._send_outputs()
 
@@ -148,6 +150,16 @@ class EngineLink:
         self._send_outputs()
         if self._receive(most_reads):
             self._drop_silent()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Within a turn: what fails ends the link, and with it the worker. Whoever is next finds it over."""
+        if self._is_stopping:
+            return
+        try:
+            work()
+        except Exception:  # whatever it was: the engine's thread goes on, to its orderly end
+            self._is_stopping = True
+            self._fail()
 
     def _stand_in(self) -> None:
         """The engine has the link and is late with the heartbeat: it is in a launch, or waits for a step."""
@@ -166,22 +178,12 @@ class EngineLink:
 
     def serve(self, seconds: float) -> None:
         """Sends and receives what there is; waits so long at most for the first of it. Never raises."""
-        self._try(partial(self._turn, seconds, LENT_READS))
+        self._turns.take_lent(partial(self._guarded, partial(self._turn, seconds, LENT_READS)))
 
     def send_outputs(self) -> None:
         """Sends all that the engine has put out. Never raises."""
         while len(self._outputs) and not self._is_stopping:
-            self._try(self._send_outputs)
-
-    def _try(self, work: Callable[[], None]) -> None:
-        """As the link's own thread would: what fails ends the link, and with it the worker."""
-        if self._is_stopping:
-            return
-        try:
-            self._turns.take_lent(work)
-        except Exception:  # whatever it was: the engine's thread goes on, to its orderly end
-            self._is_stopping = True
-            self._fail()
+            self._turns.take_lent(partial(self._guarded, self._send_outputs))
 
     def _wait(self, seconds: float) -> None:
         if len(self._outputs):
