@@ -51,7 +51,8 @@ KINDS: Mapping[str, Sequence[str]] = {  # of the control plane
 }
 
 
-FIXTURES = ("tests/conftest.py", "tests/needs.py")
+# What tests share; all of it, so that no test of a fault misses what it imports.
+FIXTURES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").glob("*.py"))
 
 
 def plant(fault: Fault, folder: Path) -> None:
