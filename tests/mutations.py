@@ -28,7 +28,13 @@ KINDS: Mapping[str, Sequence[str]] = {  # of the control plane
     "simulation": ["tests/simulation"],
     "machines": [
         f"tests/property/test_{name}.py"
-        for name in ("page_pool_machine", "prefix_trie_machine", "what_if_cache")
+        for name in (
+            "page_pool_machine",
+            "prefix_trie_machine",
+            "what_if_cache",
+            "order_of_service",
+            "eviction_order",
+        )
     ],
     "units": [
         f"tests/unit/test_{name}.py"
@@ -38,11 +44,13 @@ KINDS: Mapping[str, Sequence[str]] = {  # of the control plane
             "scheduler_ends",
             "scheduler_preemption",
             "scheduler_admission",
+            "scheduler_waits",
             "scheduler_observers",
             "page_pool",
             "page_events",
             "eviction",
             "prefix_trie",
+            "prefix_index_changes",
             "marked_prefixes",
             "pins_and_flush",
             "fake_runner",

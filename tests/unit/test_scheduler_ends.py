@@ -4,26 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.toy_scheduler import BOTH, MODEL, make, request
 from worker.execution.fake_runner import FakeModel, answer_alone
 from worker.execution.testing import Harness, small_config
 from worker.ids import SequenceId
 from worker.scheduling.output import NO_TOKEN, FailureReason, FinishCode
 from worker.scheduling.request import AbortReason, AddStatus, RequestSpec
-from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.step import StepResult
-
-MODEL = FakeModel(1000)
-BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
-
-
-def make(overlap: bool = False, model: FakeModel = MODEL, **changes: object) -> Harness:
-    return Harness(small_config(**changes), model, overlap=overlap)  # type: ignore[arg-type]
-
-
-def request(number: int, prompt: "list[int] | range", max_tokens: int = 4, **more: object) -> RequestSpec:
-    params = {"max_tokens": max_tokens} | {k: v for k, v in more.items() if k in SamplingParams.__slots__}
-    fields = {k: v for k, v in more.items() if k not in SamplingParams.__slots__}
-    return RequestSpec(SequenceId(number), list(prompt), SamplingParams(**params), **fields)  # type: ignore[arg-type]
 
 
 def alone(spec: RequestSpec) -> list[int]:
@@ -345,6 +332,18 @@ def test_a_lost_service_ends_silently() -> None:
     assert_whole(harness)
 
 
+def test_what_a_lost_service_was_not_told_yet_is_forgotten_with_it() -> None:
+    harness = make()
+    scheduler, runner = harness.scheduler, harness.runner
+    for number, source in ((1, "a"), (2, "b")):
+        scheduler.add(request(number, range(6), source=source), 1.0)
+    step = scheduler.schedule(1.0)
+    assert step is not None
+    scheduler.commit(step, runner.launch(step).result(), 1.0)
+    scheduler.drop_source("a", 1.0)
+    assert scheduler.take_outputs().keys() == {"b"}
+
+
 def test_draining_refuses_new_requests_and_finishes_old_ones() -> None:
     harness = make()
     harness.add(request(1, range(6)))
@@ -378,3 +377,12 @@ def test_what_a_drain_does_not_wait_for_is_resumed_elsewhere(overlap: bool) -> N
     )
     other.run()
     assert answer.tokens + other.answers[1].tokens == alone(spec)
+
+
+def test_an_eos_that_is_a_stop_token_too_ends_as_eos() -> None:
+    spec = request(1, range(5), max_tokens=9)
+    token = answer_alone(MODEL, range(5), spec.params, 0, frozenset(), 64)[1]
+    harness = Harness(small_config(eos_token_ids=frozenset({token})), MODEL)
+    harness.add(request(1, range(5), max_tokens=9, stop_token_ids=frozenset({token})))
+    harness.run()
+    assert (harness.answers[1].code, len(harness.answers[1].tokens)) == (FinishCode.EOS, 2)

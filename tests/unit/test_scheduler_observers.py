@@ -7,29 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from worker.execution.fake_runner import FakeModel
-from worker.execution.testing import Harness, small_config
+from tests.toy_scheduler import make, request
+from worker.execution.testing import Harness
 from worker.ids import NO_PAGE, PageId, SequenceId
 from worker.pages.events import PageEventKind, PageState
 from worker.scheduling import views
 from worker.scheduling.books import Books
 from worker.scheduling.output import FinishCode
-from worker.scheduling.request import RequestSpec
-from worker.scheduling.sampling import SamplingParams
 from worker.stats import Growth, SequenceState, SequenceView, WaitReason
 from worker.traffic import Arrival, Departure
-
-MODEL = FakeModel(1000)
-
-
-def make(overlap: bool = False, **changes: object) -> Harness:
-    return Harness(small_config(**changes), MODEL, overlap=overlap)  # type: ignore[arg-type]
-
-
-def request(number: int, prompt: "list[int] | range", max_tokens: int = 4, **more: object) -> RequestSpec:
-    params = {"max_tokens": max_tokens} | {k: v for k, v in more.items() if k in SamplingParams.__slots__}
-    fields = {k: v for k, v in more.items() if k not in SamplingParams.__slots__}
-    return RequestSpec(SequenceId(number), list(prompt), SamplingParams(**params), **fields)  # type: ignore[arg-type]
 
 
 def test_a_view_says_who_it_is_and_where_it_stands() -> None:
@@ -48,6 +34,7 @@ def test_a_view_says_who_it_is_and_where_it_stands() -> None:
     harness.turn()
     first, second = harness.scheduler.sequence_views()
     assert (first.state, first.token_count, len(first.page_ids)) == (SequenceState.DECODE, 9, 3)
+    assert first.needed_pages == 0, "it has them"
     assert (second.choice_index, second.state) == (1, SequenceState.PREFILL)
     assert first.prefix == (0, 8, 0, 1)
     assert (first.request_id, first.tenant, dict(first.labels)) == ("r5", "t", {"a": "b"})
@@ -155,7 +142,9 @@ def test_nothing_is_kept_for_an_observer_that_does_not_exist() -> None:
     assert (books.ended_ids, books.ended_owners, books.bills) == ([], [], [])
     harness.add(request(99, range(4), max_tokens=20))
     harness.turn()
-    assert [view.sequence_id for view in harness.scheduler.take_changes().views] == [99]
+    changes = harness.scheduler.take_changes()
+    assert [view.sequence_id for view in changes.views] == [99]
+    assert [(view.sequence_id, view.owner) for view in changes.started] == [(99, changes.views[0].owner)]
 
 
 def test_one_that_begins_and_ends_between_two_looks_is_told_with_its_owner_number() -> None:
@@ -295,6 +284,53 @@ def test_a_snapshot_is_the_pool_at_one_number_and_stays_as_it_is() -> None:
     harness.run()
     assert snapshot.states is states
     assert harness.scheduler.snapshot().states != states
+
+
+def test_slots_without_a_token_are_counted_once_however_many_samples_hold_their_page() -> None:
+    """Where a sample still has to copy it, the page is as full as the sample is that went on in it."""
+    harness = make()
+    harness.add(request(1, range(6), max_tokens=9, sample_count=3, temperature=1.0))
+    harness.turn()
+    first, *others = harness.scheduler.sequence_views()
+    assert (first.token_count, len(first.page_ids)) == (6, 2)
+    assert [(view.token_count, view.page_ids) for view in others] == [(4, first.page_ids[:1])] * 2
+    snapshot = harness.scheduler.snapshot()
+    assert snapshot.ref_counts[first.page_ids[1]] == 3
+    assert snapshot.held == [(view.owner, first.page_ids[1:]) for view in others], "to copy from it"
+    assert harness.scheduler.unfilled_slots() == 2
+    harness.turn()
+    assert [view.token_count for view in harness.scheduler.sequence_views()] == [7, 6, 6]
+    assert harness.scheduler.unfilled_slots() == 1 + 2 + 2
+    harness.turn()
+    assert harness.scheduler.unfilled_slots() == 0 + 1 + 1
+
+
+def test_a_page_that_was_filled_before_a_sample_could_copy_it_has_no_slot_left() -> None:
+    """A prompt of higher priority takes what the sample would need of each step."""
+    harness = make(num_pages=64, max_running=4, max_step_tokens=5, max_context_tokens=128)
+    harness.add(request(1, [9], max_tokens=40))
+    harness.turn()
+    harness.add(request(2, range(6), max_tokens=30, sample_count=2, temperature=1.0))
+    harness.turn()
+    harness.add(request(5, range(200, 260), max_tokens=2, priority=1))
+    for _ in range(3):
+        harness.turn()
+    one, first, other, _ = harness.scheduler.sequence_views()
+    assert (first.token_count, other.token_count, len(other.page_ids)) == (8, 4, 1)
+    assert harness.scheduler.cache.pool.is_sealed(first.page_ids[1])
+    unfilled = 4 * len(one.page_ids) - one.token_count
+    prompt = harness.scheduler.sequence_views()[3]
+    unfilled += 4 * len(prompt.page_ids) - prompt.token_count
+    assert harness.scheduler.unfilled_slots() == unfilled
+
+
+def test_slots_of_pages_that_are_taken_before_their_tokens_are_unfilled() -> None:
+    harness = make(overlap=True)
+    harness.add(request(1, range(9), max_tokens=9))
+    harness.launch()
+    assert harness.scheduler.unfilled_slots() == 12
+    harness.settle()
+    assert harness.scheduler.unfilled_slots() == 3
 
 
 def test_events_carry_step_time_owner_and_parent() -> None:

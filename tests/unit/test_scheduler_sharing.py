@@ -4,27 +4,14 @@ from array import array
 
 import pytest
 
-from worker.execution.fake_runner import FakeModel, answer_alone
-from worker.execution.testing import Answer, Harness, small_config
+from tests.toy_scheduler import BOTH, MODEL, make, request
+from worker.execution.fake_runner import answer_alone
+from worker.execution.testing import Answer, Harness
 from worker.ids import SequenceId
 from worker.pages.events import PageEventKind, PageState
-from worker.scheduling.output import FinishCode
+from worker.scheduling.output import FinishCode, PrefixCounts
 from worker.scheduling.request import RequestSpec
-from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.step import Step
-
-MODEL = FakeModel(1000)
-BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
-
-
-def make(overlap: bool = False, **changes: object) -> Harness:
-    return Harness(small_config(**changes), MODEL, overlap=overlap)  # type: ignore[arg-type]
-
-
-def request(number: int, prompt: "list[int] | range", max_tokens: int = 4, **more: object) -> RequestSpec:
-    params = {"max_tokens": max_tokens} | {k: v for k, v in more.items() if k in SamplingParams.__slots__}
-    fields = {k: v for k, v in more.items() if k not in SamplingParams.__slots__}
-    return RequestSpec(SequenceId(number), list(prompt), SamplingParams(**params), **fields)  # type: ignore[arg-type]
 
 
 def alone(spec: RequestSpec, choice: int = 0) -> list[int]:
@@ -63,7 +50,9 @@ def test_two_equal_prompts_in_flight_end_up_on_the_same_pages(overlap: bool) -> 
     harness.turn()
     harness.settle()
     assert pages(harness, 1)[:3] == pages(harness, 2)[:3]
-    assert harness.scheduler.cache.pool.num_free == 24 - 3
+    pool = harness.scheduler.cache.pool
+    assert pool.num_free == 24 - 3
+    assert [pool.hits(page) for page in pages(harness, 1)[:3]] == [0] * 3, "nobody looked them up"
     others = [request(number, [number] * 8, max_tokens=6) for number in range(3, 8)]
     for spec in others:  # freed pages are used again while the two go on
         harness.add(spec)
@@ -236,6 +225,39 @@ def test_requests_that_may_not_read_or_write_the_cache_do_not() -> None:
     assert harness.scheduler.cache.pool.num_cached == 3
 
 
+@BOTH
+def test_the_output_of_one_that_may_not_write_the_cache_stays_out_of_it(overlap: bool) -> None:
+    """Also beside one that may, which fills its pages in the same steps."""
+    harness = make(overlap, num_pages=32)
+    harness.add(request(1, range(6), max_tokens=20, cache_write=False))
+    harness.add(request(2, range(50, 56), max_tokens=20))
+    harness.run()
+    assert harness.fold.counts[PageEventKind.SEALED] == harness.scheduler.cache.pool.num_cached == 6
+    assert cached(harness, [*range(6), *harness.answers[1].tokens]) == 0
+    assert cached(harness, [*range(50, 56), *harness.answers[2].tokens]) == 6
+
+
+def test_what_a_resumed_request_finds_of_its_output_is_no_hit_of_its_prompt() -> None:
+    harness = make(num_pages=32)
+    harness.add(request(1, range(9), max_tokens=16))
+    harness.run()
+    output = harness.answers[1].tokens
+    assert cached(harness, [*range(9), *output]) == 6
+    assert harness.scheduler.pin("p", [*range(9), *output], b"", None, harness.now).pinned_pages == 6
+    harness.add(request(2, range(9), max_tokens=30, resume_token_ids=output))
+    harness.run()
+    start = harness.answers[2].start
+    assert start is not None
+    assert (start.prefix, start.reused_pages) == (PrefixCounts(8, 0, 0, 1), 6)
+    counts = harness.scheduler.counts()
+    assert (counts.hit_tokens_total, counts.miss_cold_tokens_total, counts.unaligned_tokens_total) == (
+        8,
+        8,
+        2,
+    )
+    assert harness.scheduler.list_pins()[0].hit_tokens == 8
+
+
 def test_prefix_counts_add_up_and_tell_evicted_from_cold() -> None:
     harness = make(num_pages=8, max_context_tokens=32)
     harness.add(request(1, range(17), max_tokens=1))
@@ -367,6 +389,9 @@ def test_the_only_sequence_left_gives_up_a_copy_that_does_not_fit() -> None:
     assert end.bill is not None
     spared = 3 * 11 + counts.recomputed_tokens_total - counts.prompt_tokens_computed_total
     assert end.bill.saved_tokens == spared, "what was to be copied and was computed is not spared"
+    totals = harness.scheduler._books.totals
+    charged = totals.billed_page_seconds + totals.unbilled_page_seconds
+    assert charged == pytest.approx(harness.fold.active_seconds), "nor is its page paid for any longer"
 
 
 def test_peak_pages_count_each_page_once() -> None:

@@ -4,27 +4,13 @@ from array import array
 
 import pytest
 
+from tests.toy_scheduler import BOTH, MODEL, make, request
 from worker.execution.fake_runner import FakeModel, answer_alone
 from worker.execution.testing import Harness, small_config
-from worker.ids import SequenceId
 from worker.scheduling.output import FinishCode
 from worker.scheduling.request import AddStatus, RequestSpec
-from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.settings import SchedulerConfig
 from worker.scheduling.step import Step, StepResult
-
-MODEL = FakeModel(1000)
-BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
-
-
-def make(overlap: bool = False, model: FakeModel = MODEL, **changes: object) -> Harness:
-    return Harness(small_config(**changes), model, overlap=overlap)  # type: ignore[arg-type]
-
-
-def request(number: int, prompt: "list[int] | range", max_tokens: int = 4, **more: object) -> RequestSpec:
-    params = {"max_tokens": max_tokens} | {k: v for k, v in more.items() if k in SamplingParams.__slots__}
-    fields = {k: v for k, v in more.items() if k not in SamplingParams.__slots__}
-    return RequestSpec(SequenceId(number), list(prompt), SamplingParams(**params), **fields)  # type: ignore[arg-type]
 
 
 def alone(spec: RequestSpec, context: int = 64) -> list[int]:
@@ -219,6 +205,32 @@ def test_pieces_of_a_long_prompt_shrink_with_its_context_beside_running_sequence
     # A limit of pieces is halved by itself; it does not pay for those who run as well.
     settings["max_chunk_tokens"] = 8
     assert pieces(3)[:3] == [4, 4, 4]
+
+
+def test_pieces_get_no_shorter_than_a_part_of_the_longest_however_late_they_come() -> None:
+    """A step has costs of its own."""
+    harness = make(num_pages=160, max_context_tokens=300, doubling_context=1)
+    harness.add(request(1, range(3), max_tokens=200))
+    harness.turn()
+    harness.add(request(2, range(100, 380), max_tokens=2))
+    pieces = []
+    while not harness.answers[2].tokens:
+        step = harness.turn()
+        assert step is not None
+        pieces.append(step.ends[1] - step.starts[1])
+    assert sum(pieces) == 280
+    assert pieces[0] > min(pieces[:-1]) == pieces[-2] == 64 // 32
+
+
+def test_a_prompt_in_the_queue_that_goes_after_others_is_left_nothing() -> None:
+    """What is kept of a step is for one of higher priority."""
+    harness = make(num_pages=64, max_running=3, max_step_tokens=16, max_context_tokens=128)
+    for number in (1, 2, 3, 4):
+        harness.add(request(number, range(100 * number, 100 * number + 40)))
+    harness.turn()
+    step = harness.turn()
+    assert step is not None
+    assert list(step.sequence_ids) == [1, 2, 3]
 
 
 @BOTH
