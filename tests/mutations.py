@@ -53,6 +53,7 @@ KINDS: Mapping[str, Sequence[str]] = {  # of the control plane
             "prefix_index_changes",
             "marked_prefixes",
             "pins_and_flush",
+            "pin_limits",
             "fake_runner",
         )
     ],

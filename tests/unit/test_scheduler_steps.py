@@ -222,6 +222,22 @@ def test_pieces_get_no_shorter_than_a_part_of_the_longest_however_late_they_come
     assert pieces[0] > min(pieces[:-1]) == pieces[-2] == 64 // 32
 
 
+def test_a_long_prompt_goes_on_beside_more_running_sequences_than_half_a_step() -> None:
+    """A piece that leaves its prompt unfinished is shorter by their number; something is left of it."""
+    harness = make(
+        num_pages=400, max_running=50, max_step_tokens=64, max_context_tokens=300, doubling_context=64
+    )
+    for number in range(1, 41):
+        harness.add(request(number, [number], max_tokens=60))
+    harness.turn()
+    harness.add(request(99, range(100, 200), max_tokens=2))
+    for _ in range(3):
+        step = harness.turn()
+        assert step is not None
+        assert step.num_decode == 40
+        assert step.ends[40] - step.starts[40] == 64 // 32
+
+
 def test_a_prompt_in_the_queue_that_goes_after_others_is_left_nothing() -> None:
     """What is kept of a step is for one of higher priority."""
     harness = make(num_pages=64, max_running=3, max_step_tokens=16, max_context_tokens=128)
