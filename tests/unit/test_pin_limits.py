@@ -69,6 +69,18 @@ def test_every_live_request_can_run_alone_beside_what_is_pinned(num_tokens: int,
     assert len(harness.answers[1].tokens) == num_tokens - 4
 
 
+def test_one_request_that_shares_a_pin_makes_no_room_for_one_that_does_not() -> None:
+    """H15: each must be able to run alone."""
+    harness = with_cached(PROMPT, max_running=1)
+    harness.add(request(1, [*PROMPT, 7, 7], max_tokens=46))
+    harness.add(request(2, [9] * 18, max_tokens=46))
+    assert pin(harness, "a", PROMPT) == PinStatus.LIMIT
+    harness.abort(2)
+    assert pin(harness, "a", PROMPT) == PinStatus.PINNED
+    harness.run()
+    assert len(harness.answers[1].tokens) == 46
+
+
 def test_a_name_that_is_set_anew_no_longer_gives_what_it_stood_for() -> None:
     """H15: a request that shares what was pinned has no part in what replaces it."""
     harness = with_cached(PROMPT, OTHER)

@@ -66,7 +66,7 @@ def test_pages_enter_alike_one_by_one_in_a_run_and_with_others(make: Callable[[]
         assert each.insert_each([page], [b"s" if parent is None else parent], [raw(page)]) == [
             alone.fingerprint(page)
         ]
-    told = run.insert_run([1, 2, 3], None, b"s", raw(1, 2, 3))
+    told = run.insert_run([1], None, b"s", raw(1)) + run.insert_run([2, 3], 1, b"s", raw(2, 3))
     assert told == [alone.fingerprint(page) for page in (1, 2, 3)]
     for index in (run, each):
         assert index.keys(range(16)) == alone.keys(range(16))

@@ -2,18 +2,13 @@
 
 import pytest
 
-from tests.toy_scheduler import BOTH, MODEL, make, request, stop
+from tests.toy_scheduler import BOTH, MODEL, alone, make, request, stop
 from worker.execution.fake_runner import answer_alone, token_logprob
 from worker.execution.testing import Harness
 from worker.ids import SequenceId
 from worker.scheduling.output import SequenceStart
 from worker.scheduling.preemption import choose_victim
-from worker.scheduling.request import RequestSpec
 from worker.stats import SequenceState
-
-
-def alone(spec: RequestSpec) -> list[int]:
-    return answer_alone(MODEL, spec.prompt_token_ids, spec.params, 0, frozenset(), 64)
 
 
 def preempted(harness: Harness) -> list[int]:
@@ -69,6 +64,21 @@ def test_one_and_a_half_requests_worth_of_pages_serve_three(overlap: bool) -> No
     assert 0 < counts.preemptions_total <= 6
     assert counts.allocation_failures_total >= counts.preemptions_total
     assert turns < 200
+
+
+def test_a_prompt_that_is_not_finished_stops_for_an_older_one_that_decodes() -> None:
+    harness = make(num_pages=8, max_chunk_tokens=1, sharing=False)
+    harness.add(request(1, range(4), max_tokens=28))
+    harness.turn()
+    harness.add(request(2, range(100, 120), max_tokens=2))
+    while not harness.scheduler.counts().preemptions_total:
+        harness.turn()
+    first, second = harness.scheduler.sequence_views()
+    assert (first.state, second.state) == (SequenceState.DECODE, SequenceState.PREEMPTED)
+    assert second.prefix is None
+    assert harness.scheduler.counts().preempted_tokens_total < 20, "it was not finished"
+    harness.run()
+    assert [len(harness.answers[number].tokens) for number in (1, 2)] == [28, 2]
 
 
 def test_a_page_that_is_only_held_to_be_copied_makes_a_victim_too() -> None:
