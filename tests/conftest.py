@@ -36,6 +36,9 @@ WAIT_SECONDS = 120.0
 END_SECONDS = 120.0
 LOG_LINES = 60
 
+# What tests share shows both sides of a failed assert, as tests do.
+pytest.register_assert_rewrite(*(f"tests.{path.stem}" for path in ROOT.glob("tests/*.py")))
+
 if not Path("/dev/nvidiactl").exists():
     # Without a GPU, kernels run in Triton's interpreter. Triton reads this when a kernel is decorated, so it
     # must be there before the first test file is imported, whichever that is.

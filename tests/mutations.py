@@ -28,30 +28,47 @@ KINDS: Mapping[str, Sequence[str]] = {  # of the control plane
     "simulation": ["tests/simulation"],
     "machines": [
         f"tests/property/test_{name}.py"
-        for name in ("page_pool_machine", "prefix_trie_machine", "what_if_cache")
+        for name in (
+            "page_pool_machine",
+            "prefix_trie_machine",
+            "what_if_cache",
+            "order_of_service",
+            "eviction_order",
+        )
     ],
     "units": [
         f"tests/unit/test_{name}.py"
         for name in (
             "scheduler_steps",
+            "scheduler_pieces",
+            "scheduler_last_tokens",
             "scheduler_sharing",
+            "scheduler_samples",
             "scheduler_ends",
             "scheduler_preemption",
             "scheduler_admission",
+            "scheduler_arrivals",
+            "scheduler_waits",
+            "scheduler_outputs",
             "scheduler_observers",
+            "scheduler_snapshots",
+            "scheduler_audit",
             "page_pool",
             "page_events",
             "eviction",
             "prefix_trie",
+            "prefix_index_changes",
             "marked_prefixes",
             "pins_and_flush",
+            "pin_limits",
             "fake_runner",
         )
     ],
 }
 
 
-FIXTURES = ("tests/conftest.py", "tests/needs.py")
+# What tests share; all of it, so that no test of a fault misses what it imports.
+FIXTURES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").glob("*.py"))
 
 
 def plant(fault: Fault, folder: Path) -> None:

@@ -213,7 +213,7 @@ ELSEWHERE = [
         ENGINE,
         "        self._runner.read_rows([0], [1])\n",
         "",
-        _unit("worker_engine"),
+        _unit("engine_fatal_faults"),
     ),
     Fault(
         "a step that runs again goes on with what void steps left of its rows",

@@ -24,6 +24,7 @@ SHARING = "worker/pages/sharing.py"
 POOL, TRIE, CACHE = (f"worker/pages/{name}.py" for name in ("pool", "prefix_trie", "page_cache"))
 UNWATCHED, MARKED = "worker/pages/unwatched_pool.py", "worker/pages/marked_prefixes.py"
 ADMISSION, PREEMPTION = "worker/scheduling/admission.py", "worker/scheduling/preemption.py"
+PINS, OUTBOX, VIEWS = (f"worker/scheduling/{name}.py" for name in ("pins", "outbox", "views"))
 
 CONTROL_PLANE = [
     Fault(
@@ -304,7 +305,7 @@ CONTROL_PLANE = [
     ),
     Fault(
         "progress read off the batch is ahead of the device",
-        "worker/scheduling/views.py",
+        VIEWS,
         "[start - ahead for start in batch.starts]",
         "[start for start in batch.starts]",
     ),
@@ -391,5 +392,71 @@ CONTROL_PLANE = [
         MARKED,
         "            if mark in known:\n                return marks[:at]\n",
         "",
+    ),
+    Fault(
+        "scores of a step that leaves sequences out stay where they were",
+        COMMIT,
+        "{new: found.logprobs[at] for new, at in enumerate(kept) if at in found.logprobs}",
+        "found.logprobs",
+    ),
+    Fault(
+        "scores beside what was not taken yet",
+        OUTBOX,
+        "columns.logprobs[first + place] = logprobs[at]",
+        "columns.logprobs[place] = logprobs[at]",
+    ),
+    Fault(
+        "a preempted sequence is let in without room for those who run",
+        ADMISSION,
+        "        if sequence.preemptions:\n            head_room",
+        "        if False:\n            head_room",
+    ),
+    Fault(
+        "who waits for pages is looked up again late, though they are there",
+        ADMISSION,
+        "if not is_alone and room < sequence.blocked_need and",
+        "if not is_alone and",
+    ),
+    Fault(
+        "one of several that are passed over counts for all",
+        PLANNING,
+        "if any(passed.skips >= config.max_skips for passed in self.blocked):",
+        "if all(passed.skips >= config.max_skips for passed in self.blocked):",
+    ),
+    Fault(
+        "only those who decode are preempted",
+        PREEMPTION,
+        "[*books.batch.sequences, *books.prefills]",
+        "[*books.batch.sequences]",
+    ),
+    Fault(
+        "pins: what a name stood for counts beside what replaces it",
+        PINS,
+        "if pin.name != name]",
+        "]",
+    ),
+    Fault(
+        "pins: a name that was let go is still told of hits",
+        PINS,
+        "            names.remove(name)\n",
+        "            pass\n",
+    ),
+    Fault(
+        "first in, first out remembers the place of a page that a flush took from its holder",
+        CACHE,
+        "(self._policy.forget_held if in_use else self._policy.forget)(page)",
+        "in_use or self._policy.forget(page)",
+    ),
+    Fault(
+        "pages that enter beside others leave a kept look-up valid",
+        TRIE,
+        "        self.version += 1\n        marks: list[int] = []\n        for page, above",
+        "        marks: list[int] = []\n        for page, above",
+    ),
+    Fault(
+        "a slot of a page that samples share is counted for each",
+        VIEWS,
+        "found.get(pages[index], free)",
+        "free",
     ),
 ]

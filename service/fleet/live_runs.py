@@ -61,7 +61,9 @@ class LiveRuns:
     def fan_out(self, step: StepColumns) -> None:
         """Delivers what one step did: starts, tokens, ends, in this order. Never waits, never fails."""
         for start in step.starts:
-            if (run := self._runs.get(start.sequence_id)) is not None:
+            # After a preemption it is of one sample; before, of a run whose first sample may have ended.
+            first = self._first_ids.get(start.sequence_id, start.sequence_id)
+            if (run := self._runs.get(first)) is not None:
                 run.receiver.started(start)
         for sequence_id, scores in step.prompt_scores:
             if (run := self._runs.get(sequence_id)) is not None:

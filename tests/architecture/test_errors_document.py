@@ -8,7 +8,7 @@ from kvatlas.v1 import errors_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests" / "integration"
-CASES = TESTS / "test_status_rows.py"
+CASES = sorted(TESTS.glob("test_status_of_*.py"))
 
 
 def rows() -> list[list[str]]:
@@ -23,14 +23,16 @@ def functions_of(path: Path) -> set[str]:
 
 
 def cases() -> list[str]:
-    """Names of the functions that the cases of the parametrized test are made of."""
-    table = next(
-        node
-        for node in ast.parse(CASES.read_text()).body
+    """Names of the functions that the cases of the parametrized tests are made of."""
+    tables = [
+        node.value
+        for path in CASES
+        for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ROWS_OF_TABLE"
-    )
-    assert isinstance(table.value, ast.Tuple)
-    return [ast.unparse(row.args[0]) for row in table.value.elts if isinstance(row, ast.Call)]
+    ]
+    assert len(tables) == len(CASES) > 0
+    rows_of_tables = [row for table in tables if isinstance(table, ast.Tuple) for row in table.elts]
+    return [ast.unparse(row.args[0]) for row in rows_of_tables if isinstance(row, ast.Call)]
 
 
 def test_each_row_names_exactly_one_test_and_it_exists() -> None:
@@ -44,12 +46,12 @@ def test_each_row_names_exactly_one_test_and_it_exists() -> None:
             assert name in functions_of(TESTS / file), cells[3]
         claims.append(case or f"{file}::{name}")
     assert len(claims) == len(set(claims)), "two rows name the same test"
-    assert {claim for claim in claims if "::" not in claim} == set(cases())
+    assert sorted(claim for claim in claims if "::" not in claim) == sorted(cases())
 
 
 def test_each_case_of_the_test_has_one_row_with_its_status_and_reason() -> None:
     """The case asserts what the row says: both are read from their sources."""
-    text = CASES.read_text()
+    text = "".join(path.read_text() for path in CASES)
     for situation, status, reason, claim in rows():
         if not claim.startswith("`["):
             continue

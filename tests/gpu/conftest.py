@@ -14,6 +14,7 @@ import torch
 
 from kernels.reference import ReferenceBackend
 from kvatlas.models.resolve import resolve_model
+from tests.toy_runners import sizes_for
 from worker.execution.runner import StepHandle
 from worker.execution.torch_runner import RunnerConfig, TorchRunner
 from worker.ids import SequenceId
@@ -69,17 +70,13 @@ class GpuEngine:
             max_context_tokens=max_context,
             watermark_pages=0,
         )
-        config = RunnerConfig(
+        config = sizes_for(
+            shape,
             max_running=max_running,
             max_context=max_context,
             max_step_tokens=max_step_tokens,
             num_pages=num_pages,
             page_size=page_size,
-            num_layers=shape.num_layers,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            vocab_size=shape.vocab_size,
-            attention_scale=shape.attention_scale,
             kv_dtype=FP8 if kv_scales else model.embedding.weight.dtype,  # type: ignore[attr-defined]
             kv_scales=kv_scales,
         )

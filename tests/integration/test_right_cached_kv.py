@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from kernels.reference import ReferenceBackend, attention
+from tests.toy_runners import sizes_for
 from worker.execution.testing import PageFold, small_config
-from worker.execution.torch_runner import RunnerConfig, TorchRunner
+from worker.execution.torch_runner import TorchRunner
 from worker.ids import SequenceId
 from worker.model.llama import Model
 from worker.model.toy import toy_config, toy_model
@@ -50,16 +51,12 @@ class Machine:
         self.runner = TorchRunner(
             model,
             ReferenceBackend(),
-            RunnerConfig(
+            sizes_for(
+                config,
                 max_running=6,
                 max_context=72,
                 num_pages=NUM_SLOTS // page_size,
                 page_size=page_size,
-                num_layers=config.num_layers,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                vocab_size=config.vocab_size,
-                attention_scale=config.attention_scale,
                 poison=True,
             ),
             CPU,

@@ -1,7 +1,7 @@
 """What each situation gets: status, reason, details, and that nothing is left behind.
 
 What each answer of a worker becomes, with a scripted one that can give any of them; what a real one shows is
-in test_status_rows.py. Lost workers, drains and slow readers have files of their own.
+in test_status_of_*.py. Lost workers, drains and slow readers have files of their own.
 """
 
 import json

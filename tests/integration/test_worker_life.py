@@ -8,9 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +17,10 @@ import pytest
 from kvatlas.v1 import server_pb2
 from kvatlas.worker.v1 import worker_pb2
 from worker.link.testing import WAIT_SECONDS, TestService
+from worker.link.testing_bench import until
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'protos'}"}
-
-
-def until(is_done: Callable[[], object]) -> None:
-    limit = time.monotonic() + WAIT_SECONDS
-    while not is_done():
-        assert time.monotonic() < limit
-        threading.Event().wait(0.005)
 
 
 def start_process(folder: Path, *flags: str) -> "subprocess.Popen[str]":

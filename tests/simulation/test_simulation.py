@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from worker.execution.fake_runner import FakeModel, answer_alone
+from worker.execution.fake_runner import FakeModel, answer_alone, token_logprob
 from worker.execution.testing import Harness
 from worker.ids import SequenceId
 from worker.pages.events import PageEventKind
@@ -24,6 +24,7 @@ from worker.scheduling.pins import PinStatus
 from worker.scheduling.request import AddStatus, RequestSpec
 from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.settings import SchedulerConfig
+from worker.stats import EngineCounts
 
 QUICK_SEEDS = 24
 SEEDS = 220
@@ -65,6 +66,7 @@ class World:
         self.pinned: set[str] = set()
         self.prefixes = [self._tokens(self.context) for _ in range(3)]
         self.num_flushes = self.num_turns = 0
+        self.is_service_lost = False
 
     def _config(self) -> SchedulerConfig:
         rng = self.random
@@ -185,6 +187,7 @@ class World:
 
     def _lose(self, source: str) -> None:
         """A service is gone: nothing more may come for it."""
+        self.is_service_lost = True
         self.harness.settle()
         self.harness.scheduler.drop_source(source, self.harness.now)
         for first in [first for first, sent in self.sent.items() if sent.spec.source == source]:
@@ -236,11 +239,16 @@ class World:
             assert answer.tokens == alone[: len(answer.tokens)], where
         assert answer.end.completion_tokens == len(answer.tokens) + len(spec.resume_token_ids), where
         assert (answer.code == FinishCode.FAILED) <= (answer.end.failure == FailureReason.INTERNAL), where
-        if spec.params.logprobs is not None:
-            assert len(answer.logprobs) == len(answer.tokens), where
+        prompt = list(spec.prompt_token_ids)
+        whole, first = (
+            [*prompt, *spec.resume_token_ids, *answer.tokens],
+            len(prompt) + len(spec.resume_token_ids),
+        )
+        scores = [token_logprob(whole[:at], whole[at]) for at in range(first, len(whole))]
+        assert answer.logprobs == (scores if spec.params.logprobs is not None else []), where
         if spec.params.prompt_logprobs is not None and number == 0 and answer.tokens:
-            assert answer.prompt_logprobs is not None, where
-            assert len(answer.prompt_logprobs) == len(spec.prompt_token_ids), where
+            of_prompt = [token_logprob(prompt[:at], prompt[at]) for at in range(1, len(prompt))]
+            assert answer.prompt_logprobs == [None, *of_prompt], where
         start = answer.start
         if start is not None and start.prefix is not None:
             prefix = start.prefix
@@ -264,6 +272,20 @@ class World:
         charged = totals.billed_page_seconds + totals.unbilled_page_seconds
         assert charged == pytest.approx(self.harness.fold.active_seconds, abs=1e-5), where
         assert counts.waiting_uncached_tokens == 0, where
+        if not self.is_service_lost:
+            self._check_totals(counts, where)
+
+    def _check_totals(self, counts: EngineCounts, where: str) -> None:
+        """What was counted over all is what was told of each."""
+        answers = self.harness.answers.values()
+        bills = [
+            answer.end.bill for answer in answers if answer.end is not None and answer.end.bill is not None
+        ]
+        assert counts.output_tokens_total == sum(len(answer.tokens) for answer in answers), where
+        assert counts.preemptions_total == sum(bill.preemptions for bill in bills), where
+        assert counts.recomputed_tokens_total == sum(bill.recomputed_tokens for bill in bills), where
+        assert counts.capacity_evictions_total == sum(bill.evictions_caused for bill in bills), where
+        assert self.harness.runner.num_copies == sum(bill.copied_pages for bill in bills), where
 
 
 @dataclass

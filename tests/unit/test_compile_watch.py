@@ -14,8 +14,8 @@ from triton import knobs
 
 from kernels.compile_watch import MAX_LINES, CompileWatch
 from kernels.triton_backend import TritonBackend
+from tests.toy_runners import sizes_for
 from worker.execution.cuda_runner import CudaRunner
-from worker.execution.torch_runner import RunnerConfig
 from worker.model.toy import toy_config, toy_model
 
 LINE = r"event=kernel_compiled_late kernel=(\w+) seconds=(\d+\.\d{3}) cached=(yes|no)( more=untold)?"
@@ -111,16 +111,12 @@ def test_who_listened_before_hears_meanwhile_and_afterwards(caplog: pytest.LogCa
 def test_a_runner_watches_from_the_end_of_the_start_until_it_is_closed() -> None:
     config = toy_config()
     backend = TritonBackend(config.num_heads, config.num_kv_heads, config.head_dim, 64)
-    sizes = RunnerConfig(
+    sizes = sizes_for(
+        config,
         max_running=2,
         max_context=64,
         num_pages=8,
         page_size=8,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        attention_scale=config.attention_scale,
     )
     before = knobs.compilation.listener
     runner = CudaRunner(toy_model(config), backend, sizes, torch.device("cpu"))

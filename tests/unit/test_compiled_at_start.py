@@ -23,8 +23,9 @@ from kernels.decode_plan import make_plan
 from kernels.invariant_backend import InvariantBackend
 from kernels.testing_keys import MULTIPROCESSORS, LaunchKeys, launches_recorded
 from kernels.triton_backend import TritonBackend
+from tests.toy_runners import sizes_for
 from worker.execution.cuda_runner import CudaRunner
-from worker.execution.torch_runner import BrokenHandle, RunnerConfig
+from worker.execution.torch_runner import BrokenHandle
 from worker.execution.warm_steps import warm_steps
 from worker.ids import Row, SequenceId
 from worker.model.toy import toy_config, toy_model
@@ -56,16 +57,12 @@ def as_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def new_runner(max_running: int, max_step_tokens: int, *, is_invariant: bool = False) -> CudaRunner:
-    config = RunnerConfig(
+    config = sizes_for(
+        CONFIG,
         max_running=max_running,
         max_context=CONTEXT,
         num_pages=CONTEXT // PAGE_SIZE,
         page_size=PAGE_SIZE,
-        num_layers=CONFIG.num_layers,
-        num_kv_heads=CONFIG.num_kv_heads,
-        head_dim=CONFIG.head_dim,
-        vocab_size=CONFIG.vocab_size,
-        attention_scale=CONFIG.attention_scale,
         kv_dtype=torch.bfloat16,
         max_step_tokens=max_step_tokens,
     )

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from kernels.backend import CopyOfPages
 from kernels.reference import ReferenceBackend
-from worker.execution.torch_runner import RunnerConfig, TorchRunner
+from tests.toy_runners import sizes_for
+from worker.execution.torch_runner import TorchRunner
 from worker.ids import PageId, Row, SequenceId
 from worker.model.toy import toy_model
 from worker.scheduling.sampling import SamplingParams
@@ -32,16 +33,12 @@ class Copying(ReferenceBackend):
 
 def runner_with(backend: ReferenceBackend) -> TorchRunner:
     shape = MODEL.config
-    config = RunnerConfig(
+    config = sizes_for(
+        shape,
         max_running=2,
         max_context=32,
         num_pages=12,
         page_size=PAGE_SIZE,
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocab_size,
-        attention_scale=shape.attention_scale,
         poison=True,
     )
     return TorchRunner(MODEL, backend, config, torch.device("cpu"))

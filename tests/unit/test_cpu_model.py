@@ -18,8 +18,9 @@ from kernels.reference import ReferenceBackend
 from kernels.testing import random_paged_problem
 from kvatlas.models.files import ModelFiles, ModelKind
 from tests import needs
+from tests.toy_runners import sizes_for
 from worker.execution.cpu_model import CpuParts, cpu_model, cpu_parts
-from worker.execution.torch_runner import BAD_HIDDEN, RunnerConfig, TorchRunner
+from worker.execution.torch_runner import BAD_HIDDEN, TorchRunner
 from worker.ids import Row, SequenceId
 from worker.model.layers import Placement
 from worker.model.llama import Model
@@ -59,16 +60,12 @@ def loaded(source: ModelFiles, parts: CpuParts | None = None) -> Model:
 
 def runner(model: Model, reference: bool = False) -> TorchRunner:
     shape = model.config
-    config = RunnerConfig(
+    config = sizes_for(
+        shape,
         max_running=8,
         max_context=512,
         num_pages=100,
         page_size=8,
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocab_size,
-        attention_scale=shape.attention_scale,
         poison=True,
     )
     backend = ReferenceBackend() if reference else CpuBackend()

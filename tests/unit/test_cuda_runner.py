@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 from kernels.reference import ReferenceBackend
 from kernels.triton_backend import TritonBackend
 from tests.letters import constraint
+from tests.toy_runners import sizes_for
 from worker.execution.cuda_runner import CudaRunner
 from worker.execution.torch_runner import RunnerConfig, TorchRunner
 from worker.ids import SequenceId
@@ -52,16 +53,12 @@ CONSTRAINED = [
 
 
 def config() -> RunnerConfig:
-    return RunnerConfig(
+    return sizes_for(
+        CONFIG,
         max_running=MAX_RUNNING,
         max_context=CONTEXT,
         num_pages=NUM_PAGES,
         page_size=PAGE_SIZE,
-        num_layers=CONFIG.num_layers,
-        num_kv_heads=CONFIG.num_kv_heads,
-        head_dim=CONFIG.head_dim,
-        vocab_size=CONFIG.vocab_size,
-        attention_scale=CONFIG.attention_scale,
         poison=True,
     )
 

@@ -20,12 +20,12 @@ from kernels.invariant_backend import InvariantBackend
 from kernels.invariant_matmul import invariant_matmul
 from kernels.testing import PagedProblem, random_paged_problem
 from tests import needs
+from tests.toy_runners import sizes_for
 from worker.config import ConfigError, WorkerConfig
 from worker.execution.cuda_runner import CudaRunner
 from worker.execution.logprobs import token_logprobs
 from worker.execution.prompt_graphs import PromptGraphs
 from worker.execution.sampler import Sampled, merged
-from worker.execution.torch_runner import RunnerConfig
 from worker.ids import SequenceId
 from worker.model.fused import FusedModel
 from worker.model.invariant import invariant_linear
@@ -189,16 +189,12 @@ def test_the_gpu_path_answers_alike_alone_and_in_company() -> None:
         placement=Placement(CPU, torch.float32),
         linear_factory=invariant_linear,
     )
-    sizes = RunnerConfig(
+    sizes = sizes_for(
+        config,
         max_running=6,
         max_context=64,
         num_pages=48,
         page_size=4,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        attention_scale=config.attention_scale,
     )
     runner = CudaRunner(model, InvariantBackend(config.num_heads, config.num_kv_heads), sizes, CPU)
     asked = requests_of(3, 2)[1:]

@@ -196,6 +196,28 @@ def test_first_in_first_out_keeps_nothing_of_a_page_that_a_flush_took() -> None:
     assert [known(cache, [number]) for number in (3, 4, 5)] == [0, 0, 1]
 
 
+@pytest.mark.parametrize("is_passed_over", [False, True])
+def test_first_in_first_out_knows_nothing_more_of_a_page_that_a_flush_took_from_its_holder(
+    is_passed_over: bool,
+) -> None:
+    """What comes into that page afterwards is the newest; it went first, in the place of what was there."""
+    cache = make(4, policy="fifo")
+    (first,) = store(cache, [1], salt=b"a")
+    for number in (2, 3, 4):
+        store(cache, [number])
+    cache.acquire([first], 9, is_hit=True)
+    left = [3, 4]
+    if is_passed_over:
+        cache.evict(1)
+    else:
+        left.insert(0, 2)
+    cache.flush(matches=lambda salt: salt == b"a", include_active=True)
+    cache.release([first], 9)
+    assert store(cache, [5]) == [first]
+    cache.evict(1)
+    assert [number for number in (2, 3, 4, 5) if known(cache, [number])] == [*left[1:], 5]
+
+
 def test_first_in_first_out_returns_to_what_it_had_to_pass_over() -> None:
     cache = make(12, policy="fifo")
     first = store(cache, [1, 1])

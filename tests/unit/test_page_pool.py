@@ -6,6 +6,7 @@ from array import array
 
 import pytest
 
+from worker.ids import NO_PAGE
 from worker.pages.events import EventRing, PageEventKind, PageState
 from worker.pages.pool import PagePool
 
@@ -251,3 +252,71 @@ def test_a_million_pages_cost_less_than_a_hundred_bytes_each() -> None:
     pool = PagePool(1_000_000, 16, EventRing(2))
     columns = [value for value in vars(pool).values() if isinstance(value, array | bytearray)]
     assert sum(map(sys.getsizeof, columns)) < 100 * 1_000_000
+
+
+def test_what_is_told_of_a_page_through_its_life() -> None:
+    """When it was taken and last used, by whom first, its hits, and what stands before it."""
+    pool = make(4)
+
+    def told(page: int) -> tuple[int, ...]:
+        planes = pool.planes()
+        columns = (planes.born_ms, planes.used_ms, planes.owners, planes.hit_counts, planes.parent_page_ids)
+        return tuple(column[page] for column in columns)
+
+    pool.now_ms = 5
+    first, second = take(pool, 2, 7)
+    pool.seal(first, None, 11, 7)
+    pool.seal(second, first, 12, 7)
+    assert [told(first), told(second)] == [(5, 5, 7, 0, NO_PAGE), (5, 5, 7, 0, first)]
+    pool.now_ms = 6
+    pool.share([first], 8, is_hit=True)
+    assert told(first) == (5, 6, 7, 1, NO_PAGE)
+    pool.now_ms = 7
+    pool.release([first], 8)
+    assert told(first) == (5, 7, 7, 1, NO_PAGE), "the first owner still has it"
+    pool.now_ms = 8
+    assert pool.release([first, second], 7) == [second, first]
+    pool.now_ms = 9
+    assert pool.share([first, second], 9, is_hit=False) == [first, second]
+    assert [told(first), told(second)] == [(5, 9, 9, 1, NO_PAGE), (5, 9, 9, 0, first)]
+    pool.release([first, second], 9)
+    pool.unseal([second, first], [0, 0])
+    assert [told(page)[2:] for page in (first, second)] == [(0, 0, NO_PAGE)] * 2
+    assert [pool.fingerprint(page) for page in (first, second)] == [0, 0]
+    pool.now_ms = 10
+    assert take(pool, 1, 3)[0] in (first, second)
+    assert {told(page)[:3] for page in (first, second)} >= {(10, 10, 3)}
+
+
+def test_hits_are_counted_to_the_most_that_a_column_holds() -> None:
+    pool = make(2)
+    (page,) = take(pool, 1)
+    pool.seal(page, None, 11, 1)
+    pool._hits[page] = 65_534
+    for _ in range(3):
+        pool.share([page], 2, is_hit=True)
+        pool.release([page], 2)
+    assert pool.hits(page) == 65_535
+
+
+def test_pages_in_use_that_leave_the_index_are_freed_with_their_last_holder() -> None:
+    """Of those that leave together some may be held; each is charged to its own owner."""
+    pool = make(4)
+    pages = [*take(pool, 1, 1), *take(pool, 1, 2), *take(pool, 1, 3)]
+    for at, page in enumerate(pages):
+        pool.seal(page, None, 11 + at, at + 1)
+    pool.release(pages[:1], 1)
+    pool.release(pages[2:], 3)
+    number = pool.events.number
+    pool.unseal(pages, [7, 8, 9])
+    told = pool.events.read(number)
+    assert told is not None
+    freed = [
+        (page, owner)
+        for kind, page, owner in zip(told.kinds, told.pages, told.owners, strict=True)
+        if kind == PageEventKind.FREED
+    ]
+    assert freed == [(pages[0], 7), (pages[2], 9)]
+    assert pool.state(pages[1]) == PageState.ACTIVE
+    assert pool.release(pages[1:2], 2) == []
+    assert (pool.num_free, pool.check()) == (4, [])

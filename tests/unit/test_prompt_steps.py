@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.toy_runners import sizes_for
+
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 from kernels.prefill_plan import list_tiles
@@ -44,7 +46,7 @@ from kernels.triton_backend import TritonBackend
 from worker.execution.cuda_runner import CudaRunner
 from worker.execution.page_table import PageTable
 from worker.execution.step_buffers import StepOutcome
-from worker.execution.torch_runner import BAD_HIDDEN, BAD_LOGITS, NO_TOKEN_ID, RunnerConfig, TorchRunner
+from worker.execution.torch_runner import BAD_HIDDEN, BAD_LOGITS, NO_TOKEN_ID, TorchRunner
 from worker.ids import PageId, Row, SequenceId
 from worker.model.toy import toy_config, toy_model
 from worker.scheduling.sampling import SamplingParams
@@ -155,16 +157,12 @@ def test_tiles_of_a_lone_prompt_are_those_it_has_beside_another(q_len: int) -> N
 def runner(monkeypatch: pytest.MonkeyPatch) -> CudaRunner:
     monkeypatch.setattr("worker.execution.prompt_graphs.SMALLEST", 8)
     monkeypatch.setattr("worker.execution.whole_sizes.WHOLE_TOKENS", 16)
-    config = RunnerConfig(
+    config = sizes_for(
+        CONFIG,
         max_running=RUNNING,
         max_context=CONTEXT,
         num_pages=PAGES,
         page_size=PAGE_SIZE,
-        num_layers=CONFIG.num_layers,
-        num_kv_heads=CONFIG.num_kv_heads,
-        head_dim=CONFIG.head_dim,
-        vocab_size=CONFIG.vocab_size,
-        attention_scale=CONFIG.attention_scale,
         max_step_tokens=20,
     )
     backend = TritonBackend(CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CONTEXT)

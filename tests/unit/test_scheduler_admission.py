@@ -1,168 +1,16 @@
-"""Who is taken and who is let in: limits at arrival, whole pages at admission, order, patience."""
+"""Who is let in out of the queue: whole pages, rows, order, patience, and what those who wait are told of."""
 
 from array import array
 
 import pytest
 
-from worker.execution.fake_runner import FakeModel
+from tests.toy_scheduler import MODEL, make, request, state
 from worker.execution.testing import Harness, small_config
-from worker.ids import SequenceId
-from worker.scheduling.output import FinishCode
-from worker.scheduling.request import AddStatus, RequestSpec
-from worker.scheduling.sampling import SamplingParams
 from worker.stats import WaitReason
-
-MODEL = FakeModel(1000)
-
-
-def make(overlap: bool = False, **changes: object) -> Harness:
-    return Harness(small_config(**changes), MODEL, overlap=overlap)  # type: ignore[arg-type]
-
-
-def request(number: int, prompt: "list[int] | range", max_tokens: int = 4, **more: object) -> RequestSpec:
-    params = {"max_tokens": max_tokens} | {k: v for k, v in more.items() if k in SamplingParams.__slots__}
-    fields = {k: v for k, v in more.items() if k not in SamplingParams.__slots__}
-    return RequestSpec(SequenceId(number), list(prompt), SamplingParams(**params), **fields)  # type: ignore[arg-type]
-
-
-def state(harness: Harness) -> tuple[object, ...]:
-    cache = harness.scheduler.cache
-    return (
-        cache.events.number,
-        cache.pool.counts_by_state(),
-        list(cache.pool.free_slots()),
-        harness.scheduler.counts().waiting_requests,
-    )
 
 
 def running(harness: Harness) -> list[int]:
     return [view.sequence_id for view in harness.scheduler.sequence_views() if view.row is not None]
-
-
-# At arrival.
-
-
-@pytest.mark.parametrize(
-    ("length", "status"),
-    [(31, AddStatus.ACCEPTED), (32, AddStatus.TOO_LONG), (33, AddStatus.TOO_LONG), (500, AddStatus.TOO_LONG)],
-)
-def test_an_over_long_prompt_gets_an_answer_with_both_numbers(length: int, status: AddStatus) -> None:
-    """H7, B044: a prompt that leaves no room for a token is refused in words, nothing is cut."""
-    harness = make(max_context_tokens=32)
-    outcome = harness.add(request(1, range(length)))
-    assert outcome.status == status
-    if status == AddStatus.TOO_LONG:
-        assert str(length) in outcome.message
-        assert "context of 32" in outcome.message
-        assert harness.scheduler.num_live == 0
-
-
-def test_output_to_resume_from_takes_room_in_the_context() -> None:
-    for length, status in ((11, AddStatus.ACCEPTED), (12, AddStatus.TOO_LONG)):
-        harness = make(max_context_tokens=32)
-        resumed = request(1, range(20), max_tokens=1000, resume_token_ids=list(range(length)))
-        assert harness.add(resumed).status == status
-
-
-def test_more_output_than_the_context_holds_is_clamped_not_refused() -> None:
-    """B044: the prompt fits; the answer ends as CONTEXT_LENGTH."""
-    harness = make(max_context_tokens=32)
-    assert harness.add(request(1, range(20), max_tokens=1000)).status == AddStatus.ACCEPTED
-    harness.run()
-    assert len(harness.answers[1].tokens) == 12
-    assert harness.answers[1].code == FinishCode.CONTEXT_LENGTH
-
-
-@pytest.mark.parametrize("num_pages", [8, 16])
-def test_a_request_that_can_never_fit_the_pool_fails_at_once(num_pages: int) -> None:
-    """H15, B033, S1-03: usable pages are N, not N + 1; the numbers are in the answer."""
-    harness = make(num_pages=num_pages, max_context_tokens=1000)
-    fits = num_pages * 4
-    before = state(harness)
-    refused = harness.add(request(1, range(8), max_tokens=fits - 7))
-    assert (refused.status, refused.needed_pages) == (AddStatus.NEVER_FITS, num_pages + 1)
-    assert refused.total_pages == num_pages
-    assert state(harness) == before
-    assert harness.add(request(1, range(8), max_tokens=fits - 8)).status == AddStatus.ACCEPTED
-    harness.run()
-    assert len(harness.answers[1].tokens) == fits - 8
-
-
-def test_the_queue_has_an_end() -> None:
-    harness = make(max_running=1, max_queued_requests=2)
-    for number in (1, 2):
-        assert harness.add(request(number, range(4))).status == AddStatus.ACCEPTED
-    full = harness.add(request(3, range(4)))
-    assert (full.status, full.queue_position) == (AddStatus.QUEUE_FULL, 2)
-    harness.turn()
-    assert harness.add(request(3, range(4))).status == AddStatus.ACCEPTED
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        (request(1, []), "prompt is empty"),
-        (request(1, range(3), max_tokens=0), "max_tokens is 0"),
-        (request(1, range(3), sample_count=0), "0 samples"),
-        (request(1, range(3), sample_count=9), "9 samples, possible are 1 .. 8"),
-        (request(1, range(3), sample_count=2, resume_token_ids=[1]), "only a single sample"),
-        (request(1, range(3), max_tokens=2, resume_token_ids=[1, 2]), "2 tokens to resume from"),
-    ],
-)
-def test_a_value_that_the_service_should_have_refused_is_named(spec: RequestSpec, message: str) -> None:
-    outcome = make().add(spec)
-    assert outcome.status == AddStatus.INVALID
-    assert message in outcome.message
-
-
-def test_a_sequence_id_that_is_live_is_refused() -> None:
-    harness = make()
-    harness.add(request(1, range(3), sample_count=3))
-    assert harness.scheduler.add(request(3, range(3)), 1.0).status == AddStatus.INVALID
-    assert harness.scheduler.add(request(4, range(3)), 1.0).status == AddStatus.ACCEPTED
-
-
-def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
-    """Known only once enough requests have been admitted out of a queue."""
-    harness = make(max_running=1, max_step_tokens=9)
-    assert harness.add(request(1, range(4), deadline=harness.now)).status == AddStatus.TIMEOUT_TOO_SHORT
-    for number in range(1, 30):
-        harness.add(request(number, range(4), max_tokens=2))
-    for _ in range(40):
-        harness.turn()
-    waiting = harness.scheduler.counts().waiting_requests
-    assert waiting > 5
-    outcome = harness.add(request(50, range(4), deadline=harness.now + 0.02))
-    assert outcome.status == AddStatus.TIMEOUT_TOO_SHORT
-    assert outcome.estimated_wait_seconds == pytest.approx(waiting * 0.022, rel=0.5)
-    assert harness.add(request(50, range(4), deadline=harness.now + 60)).status == AddStatus.ACCEPTED
-
-
-def test_a_deadline_is_held_against_the_wait_for_those_who_go_first() -> None:
-    """One of higher priority passes those that wait: their number says nothing of its own wait."""
-    harness = make(max_running=1, max_step_tokens=9)
-    for number in range(1, 30):
-        harness.add(request(number, range(4), max_tokens=2))
-    for _ in range(40):
-        harness.turn()
-    soon = harness.now + 0.02
-    assert harness.add(request(50, range(4), deadline=soon)).status == AddStatus.TIMEOUT_TOO_SHORT
-    urgent = harness.add(request(50, range(4), queue_deadline=soon, priority=1))
-    assert (urgent.status, urgent.queue_position) == (AddStatus.ACCEPTED, 0)
-    patient = harness.add(request(51, range(4), deadline=soon, priority=-1))
-    assert patient.status == AddStatus.TIMEOUT_TOO_SHORT
-    assert patient.queue_position == harness.scheduler.counts().waiting_requests
-
-
-def test_the_answer_says_what_all_samples_need_at_most() -> None:
-    harness = make(num_pages=40)
-    outcome = harness.add(request(1, range(9), max_tokens=7, sample_count=3))
-    assert outcome.needed_pages == 2 + 3 * 2
-    assert outcome.total_pages == 40
-    assert harness.add(request(4, range(9))).queue_position == 1
-
-
-# Out of the queue.
 
 
 def test_cached_pages_that_a_request_takes_over_are_not_available_to_it() -> None:
@@ -342,6 +190,11 @@ def test_waiting_requests_are_counted_by_reason_and_add_up() -> None:
     assert sum(counts.waiting_by_reason.values()) == 4
     assert counts.waiting_by_reason[WaitReason.ROWS] == 4
     assert counts.waiting_uncached_tokens == 36
+    assert counts.allocation_failures_total == 0, "no page was missing"
+    harness.abort(4)
+    counts = harness.scheduler.counts()
+    assert (counts.waiting_requests, counts.waiting_by_reason[WaitReason.ROWS]) == (3, 3)
+    assert (sum(counts.waiting_by_reason.values()), min(counts.waiting_by_reason.values())) == (3, 0)
     harness.run()
     counts = harness.scheduler.counts()
     assert (counts.running_requests, counts.waiting_requests, counts.waiting_uncached_tokens) == (0, 0, 0)
@@ -367,23 +220,75 @@ def test_a_resumed_request_whose_output_is_still_cached_waits_with_what_is_left_
 def test_a_request_that_waits_for_pages_is_not_looked_up_in_every_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A long prompt at the head of the queue costs nothing while it cannot fit."""
+    """A long prompt at the head of the queue costs nothing while it cannot fit; now and then it is tried."""
     harness = make(num_pages=12, max_context_tokens=48, max_running=4)
     harness.add(request(1, range(20), max_tokens=28))
     harness.turn()
     harness.add(request(2, range(100, 140), max_tokens=2))
-    lookups = 0
-    lookup = harness.scheduler.cache.lookup
+    index, lookups = harness.scheduler.cache.index, 0
+    match = index.match
 
-    def counted(tokens: "array[int]", salt: bytes, most: int) -> object:
+    def counted(tokens: "array[int]", salt: bytes, most: int) -> list[int]:
         nonlocal lookups
         lookups += 1
-        return lookup(tokens, salt, most)
+        return match(tokens, salt, most)
 
-    monkeypatch.setattr(harness.scheduler.cache, "lookup", counted)
+    monkeypatch.setattr(index, "match", counted)
+    version = index.version
     for _ in range(20):
         harness.turn()
-    assert lookups <= 3
+    assert index.version > version + 3, "what it looked up would have to be looked up again"
+    assert lookups == 1
+
+
+def test_one_that_waits_for_pages_is_let_in_as_soon_as_they_come_back() -> None:
+    harness = make(num_pages=12, max_context_tokens=48, max_running=4)
+    harness.add(request(1, range(20), max_tokens=28))
+    harness.add(request(2, range(50, 66), max_tokens=3))
+    harness.turn()
+    harness.add(request(3, range(100, 112), max_tokens=2))
+    harness.turn()
+    assert running(harness) == [1, 2]
+    while harness.answers[2].end is None:
+        harness.turn()
+    harness.turn()
+    assert running(harness) == [1, 3]
+
+
+def test_pages_that_an_aborted_prompt_was_promised_are_there_for_others_at_once() -> None:
+    harness = make(num_pages=20, max_chunk_tokens=4, sharing=False)
+    harness.add(request(1, range(4), max_tokens=30))
+    harness.turn()
+    harness.add(request(2, range(100, 159), max_tokens=2))  # 15 pages, of which it takes one a step
+    harness.add(request(3, range(200, 219), max_tokens=2))  # 5
+    harness.turn()
+    assert running(harness) == [1, 2]
+    harness.abort(2)
+    harness.turn()
+    assert running(harness) == [1, 3]
+
+
+@pytest.mark.parametrize(("num_pages", "is_let_in"), [(7, False), (8, True)])
+def test_samples_are_let_in_with_a_page_for_each_that_goes_on_alone(num_pages: int, is_let_in: bool) -> None:
+    harness = make(num_pages=num_pages)
+    harness.add(request(1, range(8), max_tokens=8))
+    harness.turn()  # it has two pages, and takes the third with the next step
+    harness.add(request(10, range(100, 109), max_tokens=2, sample_count=3))  # 3 pages and 2
+    harness.turn()
+    assert (10 in running(harness)) is is_let_in
+    harness.run()
+    assert [len(harness.answers[number].tokens) for number in (10, 11, 12)] == [2, 2, 2]
+
+
+def test_the_start_of_a_request_is_told_with_its_first_id_though_that_sample_has_ended() -> None:
+    harness = make(max_running=3)
+    harness.add(request(1, range(4), max_tokens=3))
+    harness.turn()
+    harness.add(request(2, range(50, 54), max_tokens=2, sample_count=3))
+    harness.abort(2)
+    harness.run()
+    assert [harness.answers[number].num_starts for number in (2, 3, 4)] == [1, 0, 0]
+    assert [len(harness.answers[number].tokens) for number in (3, 4)] == [2, 2]
 
 
 def test_four_thousand_small_requests_are_admitted_in_one_step_quickly() -> None:

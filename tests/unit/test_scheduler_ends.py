@@ -1,33 +1,17 @@
 """Every sequence ends exactly once, in whatever phase, and gives back what it had exactly once."""
 
+from array import array
 from collections.abc import Callable
 
 import pytest
 
-from worker.execution.fake_runner import FakeModel, answer_alone
+from tests.toy_scheduler import BOTH, MODEL, alone, make, request
+from worker.execution.fake_runner import FakeModel, answer_alone, token_logprob
 from worker.execution.testing import Harness, small_config
 from worker.ids import SequenceId
 from worker.scheduling.output import NO_TOKEN, FailureReason, FinishCode
-from worker.scheduling.request import AbortReason, AddStatus, RequestSpec
-from worker.scheduling.sampling import SamplingParams
+from worker.scheduling.request import AbortReason, AddStatus
 from worker.scheduling.step import StepResult
-
-MODEL = FakeModel(1000)
-BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
-
-
-def make(overlap: bool = False, model: FakeModel = MODEL, **changes: object) -> Harness:
-    return Harness(small_config(**changes), model, overlap=overlap)  # type: ignore[arg-type]
-
-
-def request(number: int, prompt: "list[int] | range", max_tokens: int = 4, **more: object) -> RequestSpec:
-    params = {"max_tokens": max_tokens} | {k: v for k, v in more.items() if k in SamplingParams.__slots__}
-    fields = {k: v for k, v in more.items() if k not in SamplingParams.__slots__}
-    return RequestSpec(SequenceId(number), list(prompt), SamplingParams(**params), **fields)  # type: ignore[arg-type]
-
-
-def alone(spec: RequestSpec) -> list[int]:
-    return answer_alone(MODEL, spec.prompt_token_ids, spec.params, 0, frozenset(), 64)
 
 
 def assert_whole(harness: Harness) -> None:
@@ -345,6 +329,18 @@ def test_a_lost_service_ends_silently() -> None:
     assert_whole(harness)
 
 
+def test_what_a_lost_service_was_not_told_yet_is_forgotten_with_it() -> None:
+    harness = make()
+    scheduler, runner = harness.scheduler, harness.runner
+    for number, source in ((1, "a"), (2, "b")):
+        scheduler.add(request(number, range(6), source=source), 1.0)
+    step = scheduler.schedule(1.0)
+    assert step is not None
+    scheduler.commit(step, runner.launch(step).result(), 1.0)
+    scheduler.drop_source("a", 1.0)
+    assert scheduler.take_outputs().keys() == {"b"}
+
+
 def test_draining_refuses_new_requests_and_finishes_old_ones() -> None:
     harness = make()
     harness.add(request(1, range(6)))
@@ -378,3 +374,42 @@ def test_what_a_drain_does_not_wait_for_is_resumed_elsewhere(overlap: bool) -> N
     )
     other.run()
     assert answer.tokens + other.answers[1].tokens == alone(spec)
+
+
+@BOTH
+def test_a_prompt_whose_first_token_ends_it_leaves_its_pages_in_the_cache(overlap: bool) -> None:
+    """Its pages are sealed before they are given back, though first tokens of others go out before that."""
+    harness = make(overlap)
+    for number, stops in ((1, False), (2, True), (3, False)):
+        prompt = range(100 * number, 100 * number + 9)
+        (token,) = alone(request(1, prompt, max_tokens=1))
+        stop_ids = frozenset({token}) if stops else frozenset()
+        harness.add(request(number, prompt, max_tokens=5, stop_token_ids=stop_ids))
+    harness.run()
+    assert [len(harness.answers[number].tokens) for number in (1, 2, 3)] == [5, 1, 5]
+    assert harness.answers[2].code == FinishCode.STOP_TOKEN
+    assert len(harness.scheduler.cache.lookup(array("I", range(200, 209)), b"", 2).pages) == 2
+    assert_whole(harness)
+
+
+def test_scores_stay_with_their_tokens_when_a_step_leaves_others_out() -> None:
+    """Of sequences that ended since the launch, and of those that failed in it; for each service its own."""
+    harness = Harness(
+        small_config(num_pages=64),
+        MODEL,
+        overlap=True,
+        fail=lambda sequence_id, end: "broken" if (sequence_id, end) == (4, 9) else None,
+    )
+    for number in range(1, 7):
+        prompt = range(100 * number, 100 * number + 6)
+        source = "one" if number % 3 else "two"
+        harness.add(request(number, prompt, max_tokens=9, logprobs=0, source=source))
+    for _ in range(3):
+        harness.turn()
+    harness.abort(1)
+    harness.run()
+    assert harness.answers[4].code == FinishCode.FAILED
+    for number, answer in harness.answers.items():
+        ids = [*range(100 * number, 100 * number + 6), *answer.tokens]
+        assert answer.logprobs == [token_logprob(ids[:at], ids[at]) for at in range(6, len(ids))]
+        assert len(answer.tokens) == {1: 2, 4: 3}.get(number, 9)

@@ -2,29 +2,13 @@
 
 import pytest
 
-from worker.execution.fake_runner import FakeModel, answer_alone
-from worker.execution.testing import Harness, small_config
+from tests.toy_scheduler import BOTH, MODEL, alone, make, request, stop
+from worker.execution.fake_runner import answer_alone, token_logprob
+from worker.execution.testing import Harness
 from worker.ids import SequenceId
-from worker.scheduling.request import RequestSpec
-from worker.scheduling.sampling import SamplingParams
+from worker.scheduling.output import SequenceStart
+from worker.scheduling.preemption import choose_victim
 from worker.stats import SequenceState
-
-MODEL = FakeModel(1000)
-BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
-
-
-def make(overlap: bool = False, **changes: object) -> Harness:
-    return Harness(small_config(**changes), MODEL, overlap=overlap)  # type: ignore[arg-type]
-
-
-def request(number: int, prompt: "list[int] | range", max_tokens: int = 4, **more: object) -> RequestSpec:
-    params = {"max_tokens": max_tokens} | {k: v for k, v in more.items() if k in SamplingParams.__slots__}
-    fields = {k: v for k, v in more.items() if k not in SamplingParams.__slots__}
-    return RequestSpec(SequenceId(number), list(prompt), SamplingParams(**params), **fields)  # type: ignore[arg-type]
-
-
-def alone(spec: RequestSpec) -> list[int]:
-    return answer_alone(MODEL, spec.prompt_token_ids, spec.params, 0, frozenset(), 64)
 
 
 def preempted(harness: Harness) -> list[int]:
@@ -80,6 +64,42 @@ def test_one_and_a_half_requests_worth_of_pages_serve_three(overlap: bool) -> No
     assert 0 < counts.preemptions_total <= 6
     assert counts.allocation_failures_total >= counts.preemptions_total
     assert turns < 200
+
+
+def test_a_prompt_that_is_not_finished_stops_for_an_older_one_that_decodes() -> None:
+    harness = make(num_pages=8, max_chunk_tokens=1, sharing=False)
+    harness.add(request(1, range(4), max_tokens=28))
+    harness.turn()
+    harness.add(request(2, range(100, 120), max_tokens=2))
+    while not harness.scheduler.counts().preemptions_total:
+        harness.turn()
+    first, second = harness.scheduler.sequence_views()
+    assert (first.state, second.state) == (SequenceState.DECODE, SequenceState.PREEMPTED)
+    assert second.prefix is None
+    assert harness.scheduler.counts().preempted_tokens_total < 20, "it was not finished"
+    harness.run()
+    assert [len(harness.answers[number].tokens) for number in (1, 2)] == [28, 2]
+
+
+def test_a_page_that_is_only_held_to_be_copied_makes_a_victim_too() -> None:
+    """Of a prompt shorter than a page its samples have no page of their own yet."""
+    harness = make(num_pages=8)
+    harness.add(request(1, range(3), max_tokens=4, sample_count=2, temperature=1.0))
+    harness.turn()
+    first, second = harness.scheduler.sequence_views()
+    assert (len(first.page_ids), second.page_ids) == (1, ())
+    victim = choose_victim(harness.scheduler._books)
+    assert victim is not None
+    assert victim.id == 2
+
+
+def test_the_first_is_no_victim_where_it_alone_holds_pages() -> None:
+    """B035: those behind it, which wait for its prompt, have nothing to give."""
+    harness = make(num_pages=16, max_chunk_tokens=4)
+    harness.add(request(1, range(20), max_tokens=4, sample_count=2, temperature=1.0))
+    harness.turn()
+    assert [len(view.page_ids) for view in harness.scheduler.sequence_views()] == [1, 0]
+    assert choose_victim(harness.scheduler._books) is None
 
 
 def test_the_youngest_goes_first_and_the_oldest_never() -> None:
@@ -233,3 +253,93 @@ def test_a_preempted_sequence_waits_without_row_owner_or_pages() -> None:
     assert view.preemptions == 1
     assert view.needed_pages > 0
     harness.run()
+
+
+def test_a_prompt_of_which_others_have_computed_more_meanwhile_costs_nothing_again() -> None:
+    """Recomputed tokens are what was lost and not found; finding more than that is no gain on the bill."""
+    harness = make(num_pages=40, max_chunk_tokens=4, max_running=2, max_step_tokens=40)
+    for number in (1, 2):
+        harness.add(request(number, range(24), max_tokens=4))
+    harness.turn()
+    stop(harness, 2)
+    harness.add(request(3, range(100, 104), max_tokens=8, priority=1))
+    harness.run()
+    counts, end = harness.scheduler.counts(), harness.answers[2].end
+    assert end is not None
+    assert end.bill is not None
+    assert (counts.preempted_tokens_total, counts.recomputed_tokens_total) == (4, 0)
+    assert (end.bill.preemptions, end.bill.recomputed_tokens) == (1, 0)
+    assert (end.bill.reused_pages, end.bill.saved_tokens) == (5, 20)
+
+
+def test_the_scores_of_a_prompt_that_is_computed_twice_are_told_once_each() -> None:
+    """B038: those that are known stay, what follows on them is added."""
+    harness = make(max_chunk_tokens=4)
+    prompt = list(range(14))
+    harness.add(request(1, prompt, prompt_logprobs=0))
+    for _ in range(2):
+        harness.turn()
+    stop(harness, 1)
+    harness.run()
+    of_prompt = [token_logprob(prompt[:at], prompt[at]) for at in range(1, 14)]
+    assert harness.answers[1].prompt_logprobs == [None, *of_prompt]
+
+
+def test_a_second_start_says_that_it_is_one_and_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = make(num_pages=40)
+    starts: list[SequenceStart] = []
+    outbox = harness.scheduler._books.outbox
+    add_start = outbox.add_start
+    monkeypatch.setattr(
+        outbox, "add_start", lambda source, start: (starts.append(start), add_start(source, start))
+    )
+    for number in (1, 10):
+        harness.add(request(number, range(9), max_tokens=9, sample_count=2, temperature=1.0))
+        harness.run()  # the second one finds the prompt
+    harness.add(request(20, range(9), max_tokens=9, sample_count=2, temperature=1.0))
+    for _ in range(3):
+        harness.turn()
+    stop(harness, 21)
+    harness.run()
+    first, again = starts[-2:]
+    assert (first.sequence_id, first.resumed, first.reused_pages) == (20, False, 2)
+    assert first.prefix is not None
+    assert first.queue_seconds > 0
+    assert again == SequenceStart(SequenceId(21), None, 2, 0.0, resumed=True)
+    end = harness.answers[20].end
+    bill = end.bill if end is not None and end.bill is not None else harness.answers[21].end.bill  # type: ignore[union-attr]
+    assert bill is not None
+    assert bill.reused_pages == 4, "of both starts"
+    assert bill.saved_tokens == 3 * 8, "the other sample's prompt, too"
+    assert bill.preemptions == 1
+
+
+def test_a_prompt_whose_scores_are_told_is_looked_up_after_a_preemption_like_any_other() -> None:
+    harness = make(num_pages=40)
+    harness.add(request(1, range(9), max_tokens=9, prompt_logprobs=0))
+    for _ in range(4):
+        harness.turn()
+    stop(harness, 1)
+    harness.run()
+    assert harness.scheduler.counts().recomputed_tokens_total == 0
+    assert len(harness.answers[1].tokens) == 9
+
+
+def test_a_sample_that_was_preempted_waits_for_one_row_and_not_for_those_of_all() -> None:
+    harness = make(num_pages=40, max_running=3)
+    harness.add(request(1, range(9), max_tokens=9, sample_count=3, temperature=1.0))
+    for _ in range(3):
+        harness.turn()
+    stop(harness, 3)
+    harness.turn()
+    assert [view.row is not None for view in harness.scheduler.sequence_views()] == [True] * 3
+
+
+def test_a_prompt_goes_on_in_the_smallest_steps_behind_one_that_has_no_room() -> None:
+    """The rest of a step is kept for one of higher priority only behind a prompt that goes on."""
+    harness = make(num_pages=12, max_running=2, max_step_tokens=4, max_context_tokens=48)
+    harness.add(request(1, range(30), max_tokens=3))
+    harness.turn()
+    harness.add(request(2, range(100, 140), max_tokens=3, priority=1))
+    harness.run(max_turns=60)
+    assert [len(harness.answers[number].tokens) for number in (1, 2)] == [3, 3]

@@ -1,34 +1,15 @@
-"""What a step holds: spans, pages, table writes; chunks of prompts beside running sequences."""
+"""What a step holds: spans, pages, table writes, rows, and input that is not known yet."""
 
 from array import array
 
 import pytest
 
-from worker.execution.fake_runner import FakeModel, answer_alone
+from tests.toy_scheduler import BOTH, alone, make, request
 from worker.execution.testing import Harness, small_config
-from worker.ids import SequenceId
 from worker.scheduling.output import FinishCode
-from worker.scheduling.request import AddStatus, RequestSpec
-from worker.scheduling.sampling import SamplingParams
+from worker.scheduling.request import AddStatus
 from worker.scheduling.settings import SchedulerConfig
-from worker.scheduling.step import Step, StepResult
-
-MODEL = FakeModel(1000)
-BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
-
-
-def make(overlap: bool = False, model: FakeModel = MODEL, **changes: object) -> Harness:
-    return Harness(small_config(**changes), model, overlap=overlap)  # type: ignore[arg-type]
-
-
-def request(number: int, prompt: "list[int] | range", max_tokens: int = 4, **more: object) -> RequestSpec:
-    params = {"max_tokens": max_tokens} | {k: v for k, v in more.items() if k in SamplingParams.__slots__}
-    fields = {k: v for k, v in more.items() if k not in SamplingParams.__slots__}
-    return RequestSpec(SequenceId(number), list(prompt), SamplingParams(**params), **fields)  # type: ignore[arg-type]
-
-
-def alone(spec: RequestSpec, context: int = 64) -> list[int]:
-    return answer_alone(MODEL, spec.prompt_token_ids, spec.params, 0, frozenset(), context)
+from worker.scheduling.step import Step
 
 
 def pages_of(harness: Harness) -> list[int]:
@@ -159,190 +140,6 @@ def test_no_row_ever_names_the_dummy_page_and_nobody_gets_the_dummy_row() -> Non
     assert harness.runner.page_table[3] == [48] * len(harness.runner.page_table[3])
 
 
-@BOTH
-@pytest.mark.parametrize("cache_write", [True, False])
-@pytest.mark.parametrize("sharing", [True, False])
-def test_a_prompt_in_chunks_is_computed_once(sharing: bool, cache_write: bool, overlap: bool) -> None:
-    """B013, M-19: 4·C + 3 tokens are exactly five pieces, cached or not, and pages held = ceil(len / P)."""
-    chunk = 7
-    length = 4 * chunk + 3
-    harness = make(overlap, num_pages=32, sharing=sharing, max_chunk_tokens=chunk)
-    spec = request(1, range(length), max_tokens=3, cache_write=cache_write)
-    harness.add(spec)
-    pieces = []
-    while harness.scheduler.has_work(harness.now):
-        step = harness.turn()
-        if step is not None and not step.num_decode:
-            pieces.append(step.ends[0] - step.starts[0])
-            assert harness.scheduler.cache.pool.num_active == -(-step.ends[0] // 4)
-    assert pieces == [7, 7, 7, 7, 3]
-    assert harness.scheduler.counts().prompt_tokens_computed_total == length
-    assert harness.answers[1].tokens == alone(spec)
-
-
-@BOTH
-def test_pieces_of_a_long_prompt_shrink_with_its_context_beside_running_sequences(overlap: bool) -> None:
-    """Attention makes late pieces dear: half a step at the start, those who run counted with it, a fifth at
-    four times the doubling context.
-
-    Alone the same prompt takes whole steps, and so does beside others a prompt that fits in one.
-    """
-    settings = {"num_pages": 64, "max_context_tokens": 200, "doubling_context": 16}
-
-    def pieces(num_running: int, num_tokens: int = 130) -> list[int]:
-        prompt = range(100, 100 + num_tokens)
-        harness = make(overlap, **settings)
-        for number in range(num_running):
-            harness.add(request(number + 1, [number] * 3, max_tokens=60))
-        harness.turn()
-        harness.turn()
-        harness.add(request(9, prompt, max_tokens=2))
-        found = []
-        while harness.scheduler.has_work(harness.now):
-            step = harness.turn()
-            spans = [] if step is None else range(len(step.rows))
-            found += [
-                step.ends[i] - step.starts[i]
-                for i in spans
-                if step.sequence_ids[i] == 9 and i >= step.num_decode
-            ]
-        assert harness.answers[9].tokens == alone(request(9, prompt, max_tokens=2), 200)
-        return found
-
-    assert pieces(0) == [64, 64, 2]
-    assert pieces(1, 60) == [60]
-    beside = pieces(1)
-    assert beside[:5] == [31, 21, 15, 12, 10]
-    assert beside == sorted(beside, reverse=True)
-    assert sum(beside) == 130
-    assert pieces(3)[0] == 29
-    # A limit of pieces is halved by itself; it does not pay for those who run as well.
-    settings["max_chunk_tokens"] = 8
-    assert pieces(3)[:3] == [4, 4, 4]
-
-
-@BOTH
-@pytest.mark.parametrize("chunk", [1, 2, 7, 22])
-def test_only_the_last_chunk_samples(chunk: int, overlap: bool) -> None:
-    """B064: 3·C + 1 tokens; a token and a log-probability each output token, none from inner chunks."""
-    harness = make(overlap, num_pages=32, max_chunk_tokens=chunk, max_context_tokens=80)
-    spec = request(1, range(3 * chunk + 1 if chunk < 22 else 22), max_tokens=6, logprobs=0)
-    harness.add(spec)
-    while harness.scheduler.has_work(harness.now):
-        step = harness.turn()
-        if step is not None and step.ends[0] < len(spec.prompt_token_ids):
-            assert list(step.sampled) == []
-    answer = harness.answers[1]
-    assert answer.tokens == alone(spec, 80)
-    assert len(answer.logprobs) == len(answer.tokens) == 6
-
-
-@BOTH
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 19])
-def test_the_context_is_filled_exactly(length: int, overlap: bool) -> None:
-    """B043: prompt and output together are L tokens, never L + 1, whatever the chunk."""
-    for chunk in (0, 3):
-        harness = make(overlap, max_context_tokens=20, max_chunk_tokens=chunk)
-        harness.add(request(1, range(length), max_tokens=20))
-        harness.run()
-        answer = harness.answers[1]
-        assert len(answer.tokens) == 20 - length
-        assert answer.code == FinishCode.CONTEXT_LENGTH
-        assert answer.end is not None
-        assert answer.end.completion_tokens == 20 - length
-
-
-@BOTH
-def test_the_last_token_by_length_is_not_computed_further(overlap: bool) -> None:
-    """An end that is known ahead costs no discarded token, also with a step in flight."""
-    harness = make(overlap)
-    harness.add(request(1, range(5), max_tokens=3))
-    steps = []
-    while harness.scheduler.has_work(harness.now):
-        step = harness.turn()
-        if step is not None:
-            steps.append((step.starts[0], step.ends[0]))
-    assert steps == [(0, 5), (5, 6), (6, 7)]
-
-
-def test_a_short_prompt_behind_long_ones_starts_within_a_few_steps() -> None:
-    """B040: two long prompts and a running sequence; the short one gets its first piece soon."""
-    harness = make(num_pages=400, max_running=8, max_step_tokens=65, max_context_tokens=1500)
-    harness.add(request(1, range(4), max_tokens=300))
-    harness.turn()
-    harness.add(request(2, range(1000, 1900)))
-    harness.add(request(3, range(2000, 2900)))
-    for _ in range(3):
-        harness.turn()
-    harness.add(request(4, range(3000, 3004)))
-    for _ in range(3):
-        harness.turn()
-    assert harness.answers[4].tokens
-    assert not harness.answers[2].tokens
-    assert not harness.answers[3].tokens
-
-
-@pytest.mark.parametrize("num_long", [1, 3, 8])
-def test_however_many_prompts_are_unfinished_one_of_higher_priority_starts_before_them(num_long: int) -> None:
-    """B040: each of them takes three quarters of what is left, until nothing is; then it was not let in."""
-    harness = make(num_pages=4000, max_running=32, max_step_tokens=256, max_context_tokens=1500)
-    for number in range(num_long):
-        harness.add(request(number, range(1400 * number, 1400 * number + 1400)))
-    for _ in range(3):
-        harness.turn()
-    harness.add(request(99, range(4), priority=1))
-    for _ in range(2):
-        harness.turn()
-    assert harness.answers[99].tokens
-    assert not any(harness.answers[number].tokens for number in range(num_long))
-
-
-def test_prompts_go_on_behind_one_of_higher_priority_that_does_not_fit() -> None:
-    harness = make(num_pages=64, max_running=9, max_step_tokens=16, max_context_tokens=256)
-    prompts = {number: range(100 * number, 100 * number + 20) for number in range(1, 6)}
-    for number, prompt in prompts.items():
-        harness.add(request(number, prompt))
-    harness.turn()
-    harness.add(request(9, range(900, 1140), priority=1))
-    harness.turn()
-    assert harness.answers[9].start is None
-    while not all(harness.answers[number].end for number in prompts):
-        harness.turn()
-    harness.run()
-    assert len(harness.answers[9].tokens) == 4
-
-
-def test_tokens_that_nobody_else_can_use_go_to_the_first_prompt() -> None:
-    harness = make(num_pages=64, max_step_tokens=41, max_context_tokens=200, max_running=2)
-    harness.add(request(1, range(100)))
-    harness.add(request(2, range(500, 503)))
-    step = launched(harness)
-    assert step.num_tokens == 41
-    assert list(step.ends) == [38, 3]
-    harness.settle()
-
-
-def test_what_is_left_of_a_step_is_spent_once() -> None:
-    """Two prompts that are not finished, and one that waits for a row: both could use what is left."""
-    harness = make(num_pages=100, max_running=2, max_step_tokens=16, max_context_tokens=100)
-    for number in (1, 2, 3):
-        harness.add(request(number, range(100 * number, 100 * number + 60)))
-    step = harness.turn()
-    assert step is not None
-    assert [end - start for start, end in zip(step.starts, step.ends, strict=True)] == [13, 3]
-
-
-def test_running_sequences_go_on_while_a_prompt_is_computed() -> None:
-    """Open streams never stall behind a long prompt."""
-    harness = make(num_pages=64, max_step_tokens=16, max_context_tokens=300, max_running=2)
-    harness.add(request(1, range(4), max_tokens=50))
-    harness.turn()
-    harness.add(request(2, range(1000, 1100)))
-    for count in range(2, 8):
-        harness.turn()
-        assert len(harness.answers[1].tokens) == count
-
-
 def test_rows_are_never_twice_in_a_step_and_bound_concurrency() -> None:
     """S1-06."""
     harness = make(num_pages=64, max_running=3)
@@ -366,59 +163,6 @@ def test_input_ids_come_from_the_token_pool(overlap: bool) -> None:
         num_starts += len(step.row_starts) if step is not None else 0
     assert num_starts == 1
     assert harness.answers[1].tokens == alone(spec)
-
-
-def test_eos_ids_are_a_union_and_can_be_ignored() -> None:
-    """H11, B076: every EOS id of the model ends; ignoring them does not switch off stop ids."""
-    for token_id in (5, 9):
-        model = FakeModel(1000, (token_id,), eos_every=3)
-        spec = request(1, [1, 2, 3], max_tokens=40)
-        harness = make(model=model, eos_token_ids=frozenset({5, 9}))
-        harness.add(spec)
-        harness.run()
-        assert harness.answers[1].code == FinishCode.EOS
-        assert harness.answers[1].tokens[-1] == token_id
-        assert token_id not in harness.answers[1].tokens[:-1]
-        ignoring = make(model=model, eos_token_ids=frozenset({5, 9}))
-        ignoring.add(request(1, [1, 2, 3], max_tokens=40, stop_at_eos=False))
-        ignoring.run()
-        assert ignoring.answers[1].code == FinishCode.MAX_TOKENS
-        stopping = make(model=model, eos_token_ids=frozenset({5, 9}))
-        stop = frozenset({token_id})
-        stopping.add(request(1, [1, 2, 3], max_tokens=40, stop_at_eos=False, stop_token_ids=stop))
-        stopping.run()
-        assert stopping.answers[1].code == FinishCode.STOP_TOKEN
-        assert stopping.answers[1].tokens == harness.answers[1].tokens
-
-
-@BOTH
-def test_nothing_ends_before_min_tokens(overlap: bool) -> None:
-    model = FakeModel(50, (5,), eos_every=2)
-    for least in (0, 1, 7):
-        spec = request(1, [1, 2, 3], max_tokens=40, min_tokens=least)
-        harness = make(overlap, model=model, eos_token_ids=frozenset({5}))
-        harness.add(spec)
-        harness.run()
-        expected = answer_alone(model, [1, 2, 3], spec.params, 0, frozenset({5}), 64)
-        assert harness.answers[1].tokens == expected
-        assert len(expected) > least
-
-
-def test_a_stop_id_below_min_tokens_is_a_token_like_any_other() -> None:
-    """The sampler masks it; should one come all the same, the sequence goes on."""
-    harness = make(eos_token_ids=frozenset({5}))
-    harness.add(request(1, [1, 2, 3], max_tokens=9, min_tokens=3, stop_token_ids=frozenset({6})))
-    for token_id in (5, 6, 5):
-        step = harness.scheduler.schedule(harness.now)
-        assert step is not None
-        harness.scheduler.commit(step, StepResult([token_id]), harness.now)
-        assert harness.scheduler.num_live == 1
-    step = harness.scheduler.schedule(harness.now)
-    assert step is not None
-    harness.scheduler.commit(step, StepResult([6]), harness.now)
-    harness.collect()
-    assert harness.answers[1].tokens == [5, 6, 5, 6]
-    assert harness.answers[1].code == FinishCode.STOP_TOKEN
 
 
 def test_resumed_tokens_are_output() -> None:

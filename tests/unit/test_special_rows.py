@@ -24,6 +24,7 @@ from kernels.sample import make_scratch, sample
 from kernels.sample_columns import SampleRow, make_columns, write_rows
 from kernels.triton_backend import TritonBackend
 from tests.letters import EOS, constraint
+from tests.toy_runners import sizes_for
 from worker.execution import special_rows
 from worker.execution.constraint_masks import StepMasks
 from worker.execution.cuda_runner import CudaRunner
@@ -82,16 +83,12 @@ class Answer:
 
 
 def config(num_pages: int) -> RunnerConfig:
-    return RunnerConfig(
+    return sizes_for(
+        CONFIG,
         max_running=MAX_RUNNING,
         max_context=CONTEXT,
         num_pages=num_pages,
         page_size=PAGE_SIZE,
-        num_layers=CONFIG.num_layers,
-        num_kv_heads=CONFIG.num_kv_heads,
-        head_dim=CONFIG.head_dim,
-        vocab_size=CONFIG.vocab_size,
-        attention_scale=CONFIG.attention_scale,
     )
 
 

@@ -11,11 +11,12 @@ from torch import Tensor
 from kernels.backend import AttentionBackend
 from kernels.cpu_backend import CpuBackend
 from kernels.reference import ReferenceBackend, attention
+from tests.toy_runners import sizes_for
 from worker.channels import CommandQueue, Handover, OutputQueue
 from worker.description import ModelDescription, PoolDescription, WorkerDescription
 from worker.engine import EXIT_OK, Engine, EngineSettings
 from worker.execution.runner import BrokenHandle, StepHandle
-from worker.execution.torch_runner import NO_TOKEN_ID, RunnerConfig, TorchRunner
+from worker.execution.torch_runner import NO_TOKEN_ID, TorchRunner
 from worker.ids import PageId, Row, SequenceId
 from worker.model.config import ModelConfig
 from worker.model.layers import Operations, RotaryTable, TorchEmbedding, TorchLinear
@@ -117,16 +118,12 @@ class Harness:
         poison: bool = True,
     ) -> None:
         self.page_size = page_size
-        config = RunnerConfig(
+        config = sizes_for(
+            MODEL.config,
             max_running=6,
             max_context=CONTEXT,
             num_pages=num_pages,
             page_size=page_size,
-            num_layers=LAYERS,
-            num_kv_heads=KV_HEADS,
-            head_dim=HEAD_DIM,
-            vocab_size=VOCAB,
-            attention_scale=HEAD_DIM**-0.5,
             poison=poison,
         )
         self.runner = TorchRunner(model, backend or ReferenceBackend(), config, CPU)

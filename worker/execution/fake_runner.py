@@ -102,6 +102,12 @@ def answer_alone(
     return ids[len(prompt) :]
 
 
+def token_logprob(ids: Sequence[int], token_id: int) -> TokenLogprob:
+    """What is told of ``token_id`` behind ``ids``: no number of a model, but of just these."""
+    mixed = hash((tuple(ids), token_id)) & 0xFFFF
+    return TokenLogprob(-mixed / 4096, 1 + mixed % 7)
+
+
 class FakeHandle:
     """A step that was launched."""
 
@@ -316,7 +322,7 @@ class FakeRunner:
             if start.params.prompt_logprobs is not None:
                 last = min(end, start.num_prompt_tokens - 1)
                 prompt_logprobs[at] = [
-                    self._logprob(ids[:position], self.token_pool[row][position])
+                    token_logprob(ids[:position], self.token_pool[row][position])
                     for position in range(step.starts[at] + 1, last + 1)
                 ]
             if at not in sampled:
@@ -334,10 +340,5 @@ class FakeRunner:
             self.token_pool[row][end] = token_id
             token_ids.append(token_id)
             if start.params.logprobs is not None:
-                logprobs[at] = self._logprob(ids, token_id)
+                logprobs[at] = token_logprob(ids, token_id)
         return StepResult(token_ids, logprobs, prompt_logprobs, failed, self._step_seconds, dead_ends)
-
-    @staticmethod
-    def _logprob(ids: Sequence[int], token_id: int) -> TokenLogprob:
-        mixed = hash((tuple(ids), token_id)) & 0xFFFF
-        return TokenLogprob(-mixed / 4096, 1 + mixed % 7)

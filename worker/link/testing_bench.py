@@ -105,7 +105,7 @@ class LinkBench:
         self.context.term()
 
 
-def until(is_done: Callable[[], bool], limit: float = WAIT_SECONDS) -> None:
+def until(is_done: Callable[[], object], limit: float = WAIT_SECONDS) -> None:
     """Waits for a condition; the limit only ends a test that hangs."""
     end = time.monotonic() + limit
     while not is_done():

@@ -46,6 +46,9 @@ class EvictionPolicy(Protocol):
         """``page`` left the cache."""
         ...
 
+    def forget_held(self, page: int) -> None:
+        """``page``, which is referenced, left the cache: when it comes again it has other content."""
+
     def pop(self) -> int | None:
         """Takes out the leaf to evict next; None: there is none."""
         ...
@@ -305,6 +308,12 @@ class FirstInFirstOut(EvictionPolicy):
     def forget(self, page: int) -> None:
         """See EvictionPolicy."""
         self._lists.remove(page)  # a leaf that nobody refers to was not passed over, or is back
+
+    def forget_held(self, page: int) -> None:
+        """See EvictionPolicy: its place, or that it was passed over, is of what was in it."""
+        self._passed_over[page] = 0
+        if page in self._lists:
+            self._lists.remove(page)
 
     def pop(self) -> int | None:
         """See EvictionPolicy."""

@@ -209,8 +209,7 @@ class PageCache:
                 continue
             if matches is not None and not matches(index.salt(page)):
                 continue
-            if not in_use:
-                self._policy.forget(page)
+            (self._policy.forget_held if in_use else self._policy.forget)(page)
             self._unindex(page, remember=False)
             pool.unseal((page,), (0,))
             num_freed += not in_use

@@ -6,8 +6,8 @@ page was free, is kept as a + (1 - 1/r) now, so that it need be touched only whe
 two counts above zero. What a holder saved is S when it lets go less S when it came.
 
 Holders of a page hold its parents, too, so in the order of tokens shared pages come first: all functions
-take pages in that order and stop at the first that was never shared. One page more may stand at the end
-of a list, of a sample that still has to copy from it.
+take pages in that order and stop at the first that was never shared. A page that a sample still has to copy
+from stands behind those it shares, as a page of the same prompt: all its holders hold those, too.
 """
 
 from array import array
@@ -31,12 +31,9 @@ class SharedTime:
 
     def lost(self, pages: Sequence[int]) -> None:
         """Each of these pages, in token order, has one reference less now."""
-        page = -1
         for page in pages:
             if not self._lose(page):
-                break
-        if page != pages[-1]:
-            self._lose(pages[-1])
+                return
 
     def _lose(self, page: int) -> bool:
         """False: it was never shared in this life."""
@@ -51,18 +48,13 @@ class SharedTime:
 
     def saved(self, pages: Sequence[int]) -> float:
         """Sum of S over these pages, in token order; seconds."""
-        if not pages:
-            return 0.0
         refs, constants, now = self._refs, self._constants, self.now
-        total, page = 0.0, -1
+        total = 0.0
         for page in pages:
             count, constant = refs[page], constants[page]
             if count < 2 and not constant:
                 break
             total += constant + now - now / count
-        if page != pages[-1]:
-            count, constant = refs[pages[-1]], constants[pages[-1]]
-            total += constant + now - now / max(count, 1)
         return total
 
 

@@ -50,9 +50,9 @@ class PrefixCounts(NamedTuple):
 
 
 class SequenceStart(NamedTuple):
-    """A request left the queue: all its samples are admitted together."""
+    """A request left the queue, all its samples together; or one of them did, after a preemption."""
 
-    sequence_id: SequenceId  # of sample 0
+    sequence_id: SequenceId  # of sample 0; after a preemption of the one that it is about
     prefix: PrefixCounts | None  # None: not looked up, or admitted again after a preemption
     reused_pages: int
     queue_seconds: float

@@ -133,7 +133,7 @@ class Planner:
         start = sequence.num_launched
         wanted = len(sequence.tokens) - start
         if wanted > budget:
-            wanted = budget if is_last else max(1, budget - budget // 4)
+            wanted = budget if is_last else budget - budget // 4
         wanted = min(wanted, self._longest_piece(sequence, start))
         span = PromptSpan(sequence, start, start)
         if not self._extend(plan, span, wanted):

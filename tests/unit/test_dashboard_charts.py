@@ -1,0 +1,67 @@
+"""Charts: rates of counters that may fall, few points however long, sums; numbers as people say them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dashboard import charts
+from dashboard.facts import Estimate, EstimateReport
+from dashboard.spectrogram import FIGURES
+from dashboard.view_parts import counted, span
+
+
+def test_a_counter_that_fell_began_anew_and_no_rate_is_negative() -> None:
+    """B120: a worker that starts again counts from 0."""
+    figures = np.zeros((4, len(FIGURES)), np.uint32)
+    figures[:, FIGURES.index("allocated")] = (100, 150, 3, 20)
+    rates = charts.rates(figures, np.array([0.0, 1000.0, 2000.0, 4000.0]), "allocated")
+    assert rates.tolist() == [50.0, 3.0, 8.5]
+
+
+@pytest.mark.parametrize("seconds", [3, 150, 151, 299, 600])
+def test_charts_over_time_have_few_points_however_long_they_are(seconds: int) -> None:
+    figures, times = np.zeros((seconds, len(FIGURES)), np.uint32), np.arange(seconds) * 1000.0
+    for chart, num_series in ((charts.states_over_time, 5), (charts.rates_over_time, 3)):
+        (rows,) = json.loads(chart(figures, times, "dark").to_json())["datasets"].values()
+        assert len({row["time"] for row in rows}) * num_series == len(rows)
+        assert min(seconds - 1, 75) <= len(rows) / num_series <= 150
+
+
+def report() -> EstimateReport:
+    tokens = {"hit": 60, "miss_cold": 30, "miss_evicted": 5, "unaligned": 5}
+    estimates = tuple(
+        Estimate(1600 * times, size, "lru", tokens, 0.1 * times, 0.01, 3, 2.0)
+        for times in (1, 2, 4)
+        for size in (8, 16)
+    )
+    observed = Estimate(3200, 16, "lru", tokens, 0.21, 0.0, 3, 2.0)
+    return EstimateReport(estimates, observed, 0.1, 50, 1000, 60.0, 8)
+
+
+def test_the_curve_shows_one_setting_and_what_was_observed() -> None:
+    chart = json.loads(charts.hit_rate_curve(report(), 3200, 16, "lru", "dark").to_json())
+    data = [row for rows in chart["datasets"].values() for row in rows]
+    assert sorted(row["times today"] for row in data if "slots" in row) == [0.5, 1.0, 2.0]
+    assert [row["y"] for row in data if row.get("what") == "observed"] == [0.21]
+    table = charts.page_sizes(report(), 3200)
+    assert table["page size"].tolist() == [8, 16]
+
+
+def test_misses_add_up_to_all_tokens() -> None:
+    chart = json.loads(
+        charts.misses({"hit": 1, "miss_cold": 2, "miss_evicted": 0, "unaligned": 1}, "light").to_json()
+    )
+    (rows,) = chart["datasets"].values()
+    assert [row["share"] for row in rows] == [0.25, 0.5, 0.0, 0.25]
+
+
+def test_durations_and_counts_are_said_as_people_say_them() -> None:
+    assert [span(seconds) for seconds in (0.04, 119.94, 120, 7199, 7200)] == [
+        "0.0 s",
+        "119.9 s",
+        "2 min",
+        "120 min",
+        "2.0 h",
+    ]
+    assert [counted(number, "hit") for number in (0, 1, 1234)] == ["0 hits", "1 hit", "1,234 hits"]
