@@ -236,6 +236,27 @@ def test_lists_are_paged_oldest_first_and_cursors_are_checked() -> None:
     asyncio.run(work())
 
 
+def test_of_a_list_in_a_request_no_more_is_looked_at_than_it_may_have() -> None:
+    """4 MiB of states took the event loop so long that the worker gave up the service with all its streams."""
+
+    async def work() -> None:
+        stage = CacheStage(ScriptedLink("a", 10))
+        await stage.welcome()
+        servicer = stage.servicer
+        states = pb.ListSequencesRequest(states=[pb.SEQUENCE_STATE_DECODE] * 64)
+        await servicer.ListSequences(states, None)
+        window = pb.GetPageMapRequest(planes=["states"] * 64)
+        await servicer.GetPageMap(window, None)
+        states.states.append(cast(Any, 0))
+        assert paths(await refused(servicer.ListSequences(states, None))) == ["states"]
+        window.planes.append("none")
+        assert paths(await refused(servicer.GetPageMap(window, None))) == ["planes"]
+        watch = pb.WatchPageMapRequest(planes=window.planes)
+        assert paths(await refused(servicer.WatchPageMap(watch, ScriptedContext()))) == ["planes"]
+
+    asyncio.run(work())
+
+
 def test_one_sequence_is_found_by_its_request_on_any_worker() -> None:
     async def work() -> None:
         link = ScriptedLink("b", 10)
