@@ -206,7 +206,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             raise
         except asyncio.CancelledError:
             is_cancelled = True
-            has_deadline_passed = call.deadline is not None and monotonic() >= call.deadline - 0.01
+            has_deadline_passed = call.is_over(monotonic())
             if has_deadline_passed:
                 failure = errors.deadline_passed()
             reason = AbortReason.DEADLINE if has_deadline_passed else AbortReason.CLIENT
