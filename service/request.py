@@ -360,6 +360,7 @@ def is_deadline_over(left: float, whole: float) -> bool:
     """
     return left <= max(_DEADLINE_SLACK_SECONDS, _DEADLINE_ROUNDING * whole)
 
+
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})")
 
 
