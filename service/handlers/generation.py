@@ -204,8 +204,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         except Failure as raised:
             failure = raised
             raise
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as cancelled:
             is_cancelled = True
+            if live is not None and live.run is None and live.failure is not None:
+                failure = live.failure  # a drain has ended, and waits no longer for a long prompt
+                raise failure from cancelled
             has_deadline_passed = call.is_over(monotonic())
             if has_deadline_passed:
                 failure = errors.deadline_passed()

@@ -42,9 +42,7 @@ def check_prompt(output: Output, prompt_tokens: int) -> None:
 def check_answer(answer: Message, path: str) -> None:
     """Raises Failure for a whole answer that no message holds: of text and ids it is told at the end only."""
     if answer.ByteSize() > MAX_ANSWER_BYTES:
-        text = (
-            f"its answer is larger than {MAX_ANSWER_BYTES} bytes, the most of a message: ask in parts"
-        )
+        text = f"its answer is larger than {MAX_ANSWER_BYTES} bytes, the most of a message: ask in parts"
         raise errors.invalid_fields([Violation(path, text)])
 
 

@@ -237,7 +237,7 @@ def test_lists_are_paged_oldest_first_and_cursors_are_checked() -> None:
 
 
 def test_of_a_list_in_a_request_no_more_is_looked_at_than_it_may_have() -> None:
-    """4 MiB of states took the event loop so long that the worker gave up the service with all its streams."""
+    """4 MiB of states kept the event loop so long that the worker gave the service up with its streams."""
 
     async def work() -> None:
         stage = CacheStage(ScriptedLink("a", 10))

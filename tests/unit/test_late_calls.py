@@ -1,4 +1,4 @@
-"""A client's deadline ends its call as a cancel that comes before our time: gRPC's core rounds what it sends."""
+"""A client's deadline ends its call by a cancel that comes before our time: core rounds timeouts up."""
 
 import asyncio
 from collections.abc import Sequence
