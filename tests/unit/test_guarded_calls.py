@@ -119,6 +119,7 @@ def test_a_failure_is_counted_and_logged_as_the_status_that_the_client_gets(
     async def refuse(request: Any, context: Any) -> None:
         current_call.get().request_id = "r1"
         current_call.get().principal = "alice"
+        current_call.get().received -= 5.0
         raise errors.not_ready()
 
     context = _Context(grpc_previous_rpc_attempts="2")
@@ -127,6 +128,8 @@ def test_a_failure_is_counted_and_logged_as_the_status_that_the_client_gets(
     assert context.status is not None
     assert context.status.code is grpc.StatusCode.UNAVAILABLE
     assert stage.counted("calls_handled") == {"UNAVAILABLE": 1}
+    times = next(iter(stage.metrics.call_seconds.collect())).samples
+    assert next(each.value for each in times if each.name.endswith("_sum") and each.value) >= 5.0
     (line,) = (each.getMessage() for each in caplog.records if "event=call" in each.getMessage())
     assert "code=UNAVAILABLE request=r1 principal=alice" in line
     assert line.endswith("attempt=3")
@@ -182,7 +185,8 @@ def test_attempts_that_are_no_small_number_are_a_first_one(
     context = _Context(grpc_previous_rpc_attempts=attempts)
     with caplog.at_level(logging.INFO):
         assert asyncio.run(Stage().call(answer, context)) == "ok"
-    assert "attempt=1" in caplog.text
+    (line,) = (each.getMessage() for each in caplog.records if "event=call" in each.getMessage())
+    assert line.endswith("attempt=1")
 
 
 def test_what_is_polled_is_quiet_until_it_fails(caplog: pytest.LogCaptureFixture) -> None:
@@ -195,7 +199,28 @@ def test_what_is_polled_is_quiet_until_it_fails(caplog: pytest.LogCaptureFixture
         raise errors.not_ready()
 
     with caplog.at_level(logging.INFO):
-        asyncio.run(Stage().call(answer, _Context(), polled))
+        for method in (polled, "/grpc.health.v1.Health/Check"):
+            asyncio.run(Stage().call(answer, _Context(), method))
         assert "event=call" not in caplog.text
         asyncio.run(Stage().call(refuse, _Context(), polled))
     assert caplog.text.count("event=call") == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (grpc.unary_unary_rpc_method_handler, "unary"),
+        (grpc.unary_stream_rpc_method_handler, "server_stream"),
+        (grpc.stream_unary_rpc_method_handler, "client_stream"),
+        (grpc.stream_stream_rpc_method_handler, "bidi_stream"),
+    ],
+)
+def test_a_method_is_counted_under_its_kind(make: Any, kind: str) -> None:
+    stage = Stage()
+
+    async def nothing(request: Any, context: Any) -> None: ...
+
+    stage.telemetry.wrap("/s.S/M", make(nothing))
+    samples = next(iter(stage.metrics.calls_started.collect())).samples
+    kinds = [each.labels["grpc_type"] for each in samples if each.labels["grpc_method"] == "M"]
+    assert kinds == [kind]
