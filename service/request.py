@@ -337,8 +337,29 @@ class Call:
         """Whether the caller has that scope."""
         return self.scopes is None or scope in self.scopes
 
+    def is_over(self, now: float) -> bool:
+        """Whether its deadline is what ends it now."""
+        if self.deadline is None:
+            return False
+        # Ours is not rounded, and nobody else keeps it.
+        whole = 0.0 if self.deadline_is_ours else self.deadline - self.received
+        return is_deadline_over(self.deadline - now, whole)
+
 
 current_call: ContextVar[Call] = ContextVar("current_call")
+
+_DEADLINE_SLACK_SECONDS = 0.01  # timers ring a little before their time
+_DEADLINE_ROUNDING = 0.01  # gRPC's core sends a timeout rounded up, by a hundredth at most
+
+
+def is_deadline_over(left: float, whole: float) -> bool:
+    """Whether a call that ends `left` seconds before its deadline, of `whole` seconds, ends because of it.
+
+    A client keeps its own deadline and then cancels, so that what comes is a cancel, and before our time:
+    of 10.51 s we are told 10.6.
+    """
+    return left <= max(_DEADLINE_SLACK_SECONDS, _DEADLINE_ROUNDING * whole)
+
 
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})")
 

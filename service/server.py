@@ -316,8 +316,7 @@ class Service:
         """What still runs ends with a status; a handler that is stuck in a write is cancelled."""
         rest = self.backstage.live.everything()
         for call in rest:
-            if call.run is not None:
-                call.run.fail(errors.draining(call.run.tokens_sent), AbortReason.OPERATOR)
+            call.fail(errors.draining(call.tokens_sent), AbortReason.OPERATOR)
         if rest:
             log.warning("event=grace_over generations=%d", len(rest))
             await self._idle_within(ABORT_SECONDS)

@@ -15,7 +15,7 @@ from prometheus_client import Counter, Histogram
 
 from service.interceptor import Behaviour, Interceptor, metadata_values, rewrapped
 from service.metrics import ServiceMetrics
-from service.request import Call, current_call
+from service.request import Call, current_call, is_deadline_over
 
 log = logging.getLogger("service.access")
 _QUIET = ("/grpc.health.", "/grpc.reflection.")
@@ -80,8 +80,7 @@ class Telemetry(Interceptor):
             code = "OK"
             return response
         except asyncio.CancelledError:
-            left = context.time_remaining()
-            code = "DEADLINE_EXCEEDED" if left is not None and left <= 0 else "CANCELLED"
+            code = "DEADLINE_EXCEEDED" if _is_late(call, context.time_remaining()) else "CANCELLED"
             raise
         except grpc.aio.AbortError:
             code = call.code if call.code != "OK" else _CODE_NAMES.get(context.code(), "UNKNOWN")
@@ -132,6 +131,10 @@ def _type_of(handler: Any) -> str:
         (True, True): "bidi_stream",
     }
     return names[(handler.request_streaming, handler.response_streaming)]
+
+
+def _is_late(call: Call, left: float | None) -> bool:
+    return left is not None and is_deadline_over(left, time.monotonic() - call.received + left)
 
 
 def _whole(text: str) -> int:

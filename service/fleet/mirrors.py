@@ -204,7 +204,7 @@ class KeptMirror:
         self._fetching = self._loop.create_task(self._fetch_until_whole(cause))
 
     async def _fetch_until_whole(self, cause: str) -> None:
-        pause = MIN_RETRY_SECONDS
+        pause, said = MIN_RETRY_SECONDS, ""
         while True:
             self._state_changed.clear()
             try:
@@ -213,7 +213,9 @@ class KeptMirror:
             except WorkerUnavailable:
                 break  # its next welcome begins anew
             except Exception as error:  # the worker's fault, whatever it sent: it is asked again
-                log.info("event=no_snapshot worker=%s why=%r", self.link.worker_id, str(error))
+                if (why := str(error)) != said:  # once, however long it loads its model
+                    said = why
+                    log.info("event=no_snapshot worker=%s why=%r", self.link.worker_id, why)
             with suppress(TimeoutError):  # a worker that has loaded its model says so at once
                 await asyncio.wait_for(self._state_changed.wait(), pause * random.uniform(0.5, 1.0))
             pause = min(pause * 2, MAX_RETRY_SECONDS)

@@ -36,6 +36,7 @@ MAX_EVENTS = 100
 MAX_ROWS = 64
 MAX_RESULTS, DEFAULT_RESULTS = 1_000, 100
 MAX_ESTIMATES = 256
+MAX_STATES = MAX_PLANES = 64  # that a request names; each is looked at
 MAX_ESTIMATE_SECONDS = 60.0
 COMMAND_SECONDS = 10.0
 CHECK_SECONDS = 60.0
@@ -157,7 +158,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         found = Violations()
         if request.max_results > MAX_RESULTS:
             found.add("max_results", f"{request.max_results} is more than {MAX_RESULTS}")
-        for number, state in enumerate(request.states):
+        if len(request.states) > MAX_STATES:
+            found.add("states", f"{len(request.states)} are more than {MAX_STATES}")
+        for number, state in enumerate(request.states[:MAX_STATES]):
             found.known(f"states[{number}]", state, pb.SequenceState, may_be_unset=False)
         kept = self._whole(request.worker_id)
         worker_id, now = kept.mirror.worker_id, self._loop.time()
@@ -339,7 +342,9 @@ def _check_page(mirror: PageMirror, page: int) -> None:
 
 
 def _check_planes(found: Violations, names: Sequence[str]) -> None:
-    for number, name in enumerate(names):
+    if len(names) > MAX_PLANES:
+        found.add("planes", f"{len(names)} are more than {MAX_PLANES}")
+    for number, name in enumerate(names[:MAX_PLANES]):
         if name not in PLANES:
             found.add(f"planes[{number}]", f"{name[:64]!r} is no plane of PageMap")
 

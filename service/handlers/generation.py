@@ -120,7 +120,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if request.WhichOneof("prompt") == "chat":
             self._backstage.prompts.check_chat(request.chat)
         text, encoded = await self._backstage.prompts.tokenized(request)
-        return pb.TokenizeResponse(
+        response = pb.TokenizeResponse(
             token_count=len(encoded.ids),
             token_ids=encoded.ids,
             start_offsets=encoded.start_offsets if request.include_offsets else (),
@@ -128,6 +128,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             page_count=-(-len(encoded.ids) // facts.page_size),
             cached_tokens=await self._cached_tokens(encoded.ids),
         )
+        sizes.check_answer(response, request.WhichOneof("prompt") or "prompt")
+        return response
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
         """Text of ids."""
@@ -138,7 +140,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         text = await self._backstage.prompts.detokenized(
             array("I", request.token_ids), skip_special_tokens=skips
         )
-        return pb.DetokenizeResponse(text=text)
+        response = pb.DetokenizeResponse(text=text)
+        sizes.check_answer(response, "token_ids")
+        return response
 
     async def _cached_tokens(self, ids: Sequence[int]) -> int:
         """Of the worker that has the most of them; without a salt, as Tokenize knows none."""
@@ -200,9 +204,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         except Failure as raised:
             failure = raised
             raise
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as cancelled:
             is_cancelled = True
-            has_deadline_passed = call.deadline is not None and monotonic() >= call.deadline - 0.01
+            if live is not None and live.run is None and live.failure is not None:
+                failure = live.failure  # a drain has ended, and waits no longer for a long prompt
+                raise failure from cancelled
+            has_deadline_passed = call.is_over(monotonic())
             if has_deadline_passed:
                 failure = errors.deadline_passed()
             reason = AbortReason.DEADLINE if has_deadline_passed else AbortReason.CLIENT

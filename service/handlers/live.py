@@ -25,6 +25,11 @@ class LiveCall:
     is_cancelled: bool = False
     failure: Failure | None = field(default=None)  # what ends it, if that was decided before it had a run
 
+    @property
+    def tokens_sent(self) -> int:
+        """Tokens that have left for the client."""
+        return self.run.tokens_sent if self.run is not None else 0
+
     def cancel(self) -> None:
         """CancelGeneration, wherever the call stands."""
         self.is_cancelled = True

@@ -5,6 +5,8 @@ some 66 us to write. So what waits goes out in bounded pieces, and an answer tha
 in words: gRPC's core would refuse it at its end, with a status that says to try again.
 """
 
+from google.protobuf.message import Message
+
 from service import errors
 from service.errors import Failure, Violation
 from service.request import Output
@@ -35,6 +37,13 @@ def check_prompt(output: Output, prompt_tokens: int) -> None:
             f" {MAX_ANSWER_BYTES} bytes, the most that an answer holds"
         )
         raise errors.invalid_fields([Violation("spec.output.prompt_logprobs", text)])
+
+
+def check_answer(answer: Message, path: str) -> None:
+    """Raises Failure for a whole answer that no message holds: of text and ids it is told at the end only."""
+    if answer.ByteSize() > MAX_ANSWER_BYTES:
+        text = f"its answer is larger than {MAX_ANSWER_BYTES} bytes, the most of a message: ask in parts"
+        raise errors.invalid_fields([Violation(path, text)])
 
 
 def too_large(is_stream: bool) -> Failure:

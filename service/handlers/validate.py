@@ -336,9 +336,9 @@ def _constraint(found: Violations, spec: pb.GenerationSpec) -> None:
         choices = spec.choices.choices
         if not 1 <= len(choices) <= MAX_CHOICES:
             found.add("spec.choices.choices", f"{len(choices)} strings are not 1 to {MAX_CHOICES}")
-        if len(set(choices)) != len(choices):
+        elif len(set(choices)) != len(choices):
             found.add("spec.choices.choices", "the strings must differ")
-        num_constraint_bytes = sum(map(num_bytes, choices))
+        num_constraint_bytes = sum(map(num_bytes, choices[:MAX_CHOICES]))
     elif kind is not None:
         num_constraint_bytes = num_bytes(getattr(spec, kind))
         if not num_constraint_bytes:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -21,6 +22,7 @@ import pytest
 from kvatlas.v1 import cache_pb2, cache_pb2_grpc, generation_pb2_grpc, server_pb2, server_pb2_grpc
 from kvatlas.v1 import generation_pb2 as pb
 from service import health_messages as health
+from service import server
 from service.testing import OWN_CONNECTION, Refusal, RunningService, loop_thread, running_service
 from service.testing_worker import ScriptedWorker, WorkerScript
 
@@ -162,6 +164,43 @@ def test_a_reader_that_never_reads_does_not_hold_up_the_drain(tmp_path: Path) ->
             next(call)
             begin_drain(running).result(CALL_SECONDS)
             call.cancel()
+
+
+@pytest.mark.parametrize("is_done_in_time", [True, False])
+def test_a_prompt_that_is_still_read_when_the_grace_is_over_is_told_so_and_reaches_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Any, is_done_in_time: bool
+) -> None:
+    """It went to a worker after the grace, and then ended in gRPC's core, without a reason."""
+    monkeypatch.setattr(server, "ABORT_SECONDS", LONG if is_done_in_time else 0.0)
+    begun, done = threading.Event(), threading.Event()
+    with running_service(tmp_path, script=WorkerScript(step_ms=0), grace=0.0) as running:
+        tokenizer, live = running.service.backstage.prompts.tokenizer, running.service.backstage.live
+        encode = tokenizer.encode
+
+        def reading(text: str) -> Any:
+            begun.set()
+            assert done.wait(CALL_SECONDS)
+            return encode(text)
+
+        monkeypatch.setattr(tokenizer, "encode", reading)
+        request = request_of()
+        request.spec.text = "a" * 2000  # read on a thread
+        with grpc.insecure_channel(running.address) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            call = stub.StreamGenerate(request, timeout=CALL_SECONDS)
+            wait_until(begun.is_set, "the prompt being read")
+            drained = begin_drain(running)
+            if is_done_in_time:
+                wait_until(lambda: live.everything()[0].failure is not None, "the end of the grace")
+                done.set()
+            with pytest.raises(grpc.RpcError) as raised:
+                list(call)
+            done.set()
+            refusal = Refusal.of(raised.value)
+            assert (refusal.code, refusal.reason) == ("UNAVAILABLE", "DRAINING")
+            assert refusal.metadata["tokens_sent"] == "0"
+            drained.result(CALL_SECONDS)
+        assert running.worker.adds == []
 
 
 class Process:

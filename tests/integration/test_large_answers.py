@@ -110,3 +110,37 @@ def test_the_scores_of_a_long_prompt_are_written_beside_the_loop(
     assert len(stub.Generate(pb.GenerateRequest(spec=spec), timeout=CALL_SECONDS).prompt_logprobs) == 300
     list(stub.StreamGenerate(pb.StreamGenerateRequest(spec=spec), timeout=CALL_SECONDS))
     assert [name.partition("_")[0] for name in threads] == ["text", "text"]
+
+
+def test_tokens_and_texts_larger_than_a_message_are_refused_in_words(
+    stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC's core refused them, with no reason, and the access log said OK."""
+    chat = pb.ChatPrompt(messages=[pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="x" * 900)])
+    calls = {
+        "text": lambda: stub.Tokenize(pb.TokenizeRequest(text="x" * 900), timeout=CALL_SECONDS),
+        "chat": lambda: stub.Tokenize(pb.TokenizeRequest(chat=chat), timeout=CALL_SECONDS),
+        "token_ids": lambda: stub.Detokenize(
+            pb.DetokenizeRequest(token_ids=[ord("x")] * 2_000), timeout=CALL_SECONDS
+        ),
+    }
+    largest = {path: call().ByteSize() for path, call in calls.items()}
+    for path, call in calls.items():
+        monkeypatch.setattr(sizes, "MAX_ANSWER_BYTES", largest[path])
+        assert call().ByteSize() == largest[path]
+        monkeypatch.setattr(sizes, "MAX_ANSWER_BYTES", largest[path] - 1)
+        refusal = refused(call)
+        assert (refusal.code, refusal.reason, refusal.paths) == (
+            "INVALID_ARGUMENT",
+            "INVALID_FIELD",
+            (path,),
+        )
+        assert f"{largest[path] - 1} bytes" in refusal.message
+
+
+def test_the_longest_text_has_more_tokens_than_an_answer_holds(stub: Any) -> None:
+    text = "x" * 2_097_152
+    refusal = refused(
+        lambda: stub.Tokenize(pb.TokenizeRequest(text=text, include_offsets=True), timeout=CALL_SECONDS)
+    )
+    assert (refusal.reason, refusal.paths) == ("INVALID_FIELD", ("text",))

@@ -75,6 +75,7 @@ def test_certificates_are_found_by_any_of_their_names(tmp_path: Path) -> None:
         (entry(TOKEN, more="max_active_requests = -1"), "max_active_requests is not 0 to"),
         (entry(TOKEN, more="max_active_requests = true"), "max_active_requests is not 0 to"),
         (entry(TOKEN, more="max_queued_requests = -1"), "max_queued_requests is not 0 to"),
+        (entry(TOKEN, more="max_queued_requests = 1048577"), "max_queued_requests is not 0 to 1048576"),
         (entry(), "neither token_sha256 nor san"),
         (entry(TOKEN, more='san = ["a.internal"]'), "begins with none of"),
         (entry(TOKEN) + entry(TOKEN, name="team-b"), "token of another principal"),
@@ -112,8 +113,10 @@ def test_a_changed_file_is_read_and_a_wrong_one_leaves_the_old_in_force(
         for change in (lambda: written(path, f'oops = "{TOKEN}"'), lambda: written(path, deep), path.unlink):
             change()
             assert not auth.reload()
+            assert not auth.reload(), "looked at once: it has not changed since"
     assert auth.principals.of_token(TOKEN) is not None
     assert refusals == [1, 1, 1]
+    assert caplog.text.count("event=auth_file_refused") == 3
     assert TOKEN not in caplog.text
     written(path, entry(NEXT_TOKEN))
     assert auth.reload()

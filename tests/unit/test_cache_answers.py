@@ -6,12 +6,14 @@ from typing import Any, cast
 
 import grpc
 import numpy as np
+import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from kvatlas.v1 import cache_pb2 as pb
 from kvatlas.worker.v1 import worker_pb2
 from service.fleet.mirror_metrics import MirrorCollector
 from service.fleet.shown import shown
+from service.handlers import cache_messages as messages
 from service.handlers.cache_messages import Viewer
 from service.request import LostReason
 from service.testing_cache import (
@@ -236,6 +238,52 @@ def test_lists_are_paged_oldest_first_and_cursors_are_checked() -> None:
     asyncio.run(work())
 
 
+def test_a_list_that_a_message_does_not_hold_goes_on_where_it_was_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work() -> None:
+        link = ScriptedLink("a", 2000)
+        for owner in range(1, 5):
+            link.sequence(owner, list(range(1, 400)))
+        stage = CacheStage(link)
+        await stage.welcome()
+        parts: list[list[str]] = []
+        cursor = "first"
+        while cursor and len(parts) < 9:
+            request = pb.ListSequencesRequest(cursor=cursor if parts else "")
+            answer = await stage.servicer.ListSequences(request, None)
+            parts.append([each.request_id for each in answer.sequences])
+            cursor = answer.next_cursor
+        assert parts == [["r1", "r2"], ["r3", "r4"]]
+        waiting = pb.ListSequencesRequest(states=[pb.SEQUENCE_STATE_WAITING])
+        answer = await stage.servicer.ListSequences(waiting, None)
+        assert (len(answer.sequences), answer.total_count) == (0, 4), "all that are live"
+
+    monkeypatch.setattr(messages, "MAX_PART_BYTES", 4000)  # two of 1,600 bytes of pages each
+    asyncio.run(work())
+
+
+def test_of_a_list_in_a_request_no_more_is_looked_at_than_it_may_have() -> None:
+    """4 MiB of states kept the event loop so long that the worker gave the service up with its streams."""
+
+    async def work() -> None:
+        stage = CacheStage(ScriptedLink("a", 10))
+        await stage.welcome()
+        servicer = stage.servicer
+        states = pb.ListSequencesRequest(states=[pb.SEQUENCE_STATE_DECODE] * 64)
+        await servicer.ListSequences(states, None)
+        window = pb.GetPageMapRequest(planes=["states"] * 64)
+        await servicer.GetPageMap(window, None)
+        states.states.append(cast(Any, 0))
+        assert paths(await refused(servicer.ListSequences(states, None))) == ["states"]
+        window.planes.append("none")
+        assert paths(await refused(servicer.GetPageMap(window, None))) == ["planes"]
+        watch = pb.WatchPageMapRequest(planes=window.planes)
+        assert paths(await refused(servicer.WatchPageMap(watch, ScriptedContext()))) == ["planes"]
+
+    asyncio.run(work())
+
+
 def test_one_sequence_is_found_by_its_request_on_any_worker() -> None:
     async def work() -> None:
         link = ScriptedLink("b", 10)
@@ -247,6 +295,8 @@ def test_one_sequence_is_found_by_its_request_on_any_worker() -> None:
         assert np.frombuffer(answer.sequence.page_ids, "<u4").tolist() == [1, 2]
         failure = await refused(stage.servicer.GetSequence(pb.GetSequenceRequest(request_id="r6"), None))
         assert failure.reason == "SEQUENCE_NOT_FOUND"
+        other = pb.GetSequenceRequest(request_id="r5", choice_index=1)
+        assert (await refused(stage.servicer.GetSequence(other, None))).reason == "SEQUENCE_NOT_FOUND"
 
     asyncio.run(work())
 

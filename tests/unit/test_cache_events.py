@@ -1,6 +1,7 @@
 """Page events through CacheService: each once and in order; what the mirror does without them."""
 
 import asyncio
+import logging
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -210,6 +211,32 @@ def test_a_refused_snapshot_is_asked_for_again_as_soon_as_the_workers_state_chan
         assert link.commands == ["snapshot", "snapshot"]
 
     asyncio.run(work())
+
+
+def test_why_there_is_no_snapshot_is_said_once_for_each_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker that loads a model for a minute was in the log thirty times."""
+    reasons = ("it loads its model", "it warms up")
+    monkeypatch.setattr(mirrors, "MIN_RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(mirrors, "MAX_RETRY_SECONDS", 0.001)
+
+    async def work() -> None:
+        link = ScriptedLink(page_count=10)
+        stage = CacheStage(link)
+        for number, why in enumerate(reasons):
+            link.fails_with = worker_pb2.CommandReply(code=14, message=why)
+            if not number:
+                stage.mirrors.link_welcomed(cast(Any, link))
+            asked = len(link.commands)
+            await until(lambda asked=asked: len(link.commands) >= asked + 5)
+        link.fails_with = None
+        await until(lambda: stage.mirrors.kept[0].mirror.standing is Standing.CURRENT)
+
+    with caplog.at_level(logging.INFO, "service.mirror"):
+        asyncio.run(work())
+    told = [record.getMessage() for record in caplog.records if "event=no_snapshot" in record.getMessage()]
+    assert told == [f"event=no_snapshot worker=w0 why='code 14: {why}'" for why in reasons]
 
 
 def test_an_event_in_words_says_all_that_its_columns_say() -> None:

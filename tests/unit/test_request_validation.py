@@ -143,6 +143,7 @@ BAD = [
         "spec.chat.template_args_json",
     ),
     (spec_of(choices=pb.ChoiceConstraint()), "spec.choices.choices"),
+    (spec_of(choices=pb.ChoiceConstraint(choices=["a"] * 65)), "spec.choices.choices"),
     (spec_of(choices=pb.ChoiceConstraint(choices=["a", "a"])), "spec.choices.choices"),
 ]
 
