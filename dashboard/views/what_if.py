@@ -33,7 +33,8 @@ def show() -> None:
     if follower is None or not needs_map(follower):
         return
     geometry = follower.live_map.geometry()
-    left, right = st.columns([3, 2], gap="large")
+    with st.container(key="beside"):  # one below the other where there is little room: page.css
+        left, right = st.columns([3, 2], gap="large")
     with right:
         _misses(follower)
     with left:
