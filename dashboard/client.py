@@ -29,7 +29,7 @@ from kvatlas.client.channel import (
     channel_options,
     direct_options,
 )
-from kvatlas.client.errors import PermissionDenied, from_rpc_error
+from kvatlas.client.errors import DeadlineExceeded, PermissionDenied, from_rpc_error
 from kvatlas.client.events import Event
 from kvatlas.client.request import Message, Options, build_stream, build_tokenize, duration
 from kvatlas.client.resume import Course
@@ -298,4 +298,8 @@ class ServiceSource:
         try:
             return method(request, timeout=timeout_seconds, metadata=self._metadata())
         except grpc.RpcError as error:
-            raise from_rpc_error(error, self._address) from None
+            failure = from_rpc_error(error, self._address)
+            if isinstance(failure, DeadlineExceeded):
+                late = f"no answer in {timeout_seconds:g} s: the server is busy, or much was asked of it"
+                raise DeadlineExceeded(late, code=failure.code, reason=failure.reason) from None
+            raise failure from None

@@ -65,7 +65,7 @@ def _holders(follower: Follower, facts: PageFacts) -> None:
     for holder in facts.holders[:8]:
         name = sequence_name(holder.owner, holder.request_id, holder.choice_index)
         key = f"holder-{facts.page_id}-{holder.owner}"
-        if st.button(f"{name} · {holder.state} · {holder.token_count} tokens", key=key):
+        if st.button(f"{name} · {holder.state} · {counted(holder.token_count, 'token')}", key=key):
             st.query_params["req"] = holder.request_id
             st.rerun(scope="fragment")
     if len(facts.holders) > 8:
@@ -116,8 +116,8 @@ def _sequence(follower: Follower, sequence: SequencePages) -> None:
     size = follower.live_map.geometry().page_size
     cached = sequence.hit_tokens // size
     st.markdown(
-        f"#{sequence.owner} **{sequence.state}** · {sequence.token_count} tokens on "
-        f"{len(sequence.page_ids)} pages · {cached} from the cache"
+        f"#{sequence.owner} **{sequence.state}** · {counted(sequence.token_count, 'token')} on "
+        f"{counted(len(sequence.page_ids), 'page')} · {cached} from the cache"
     )
     device = st.toggle("compare with the device", key=f"device-{sequence.owner}", help="needs `admin`")
     slots = _device_slots(follower, sequence) if device else None

@@ -54,8 +54,13 @@ class Spectrogram:
 
     @property
     def first_number(self) -> int:
-        """Of the oldest column held."""
-        return max(self._size_began, self.next_number - self._capacity)
+        """Of the oldest column held. Fewer than `capacity` are where nothing was heard for a while: none is
+        older than as many seconds."""
+        oldest = max(self._size_began, self.next_number - self._capacity)
+        times = self._times[np.arange(oldest, self.next_number) % self._capacity]
+        if len(times) == 0:
+            return oldest
+        return oldest + int(np.argmax(times > times[-1] - self._capacity * COLUMN_MS))
 
     def first_for(self, since: int) -> int:
         """Of the columns for a reader who has all before `since`; who is ahead of us read another process's

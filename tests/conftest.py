@@ -12,6 +12,7 @@ No test depends on how fast the machine is; it may stand still for seconds at an
 """
 
 import gc
+import hashlib
 import json
 import os
 import random
@@ -198,6 +199,7 @@ class RunningServer:
     process: "subprocess.Popen[bytes]"
     log_path: Path
     facts: dict[str, Any]  # the ready file: address, ports, process ids
+    token: str = ""  # of whoever may ask it
 
     @property
     def address(self) -> str:
@@ -229,7 +231,7 @@ StartServer = Callable[..., RunningServer]
 _live: list[RunningServer] = []
 
 
-def _start_server(folder: Path, *arguments: str) -> RunningServer:
+def _start_server(folder: Path, *arguments: str, token: str = "") -> RunningServer:
     """Starts and waits until ready; AssertionError with the log if that does not happen."""
     ready, log_path = folder / "ready.json", folder / "server.log"
     command = [sys.executable, "-m", "kvatlas.cli", "serve", "--listen", "127.0.0.1:0"]
@@ -251,7 +253,7 @@ def _start_server(folder: Path, *arguments: str) -> RunningServer:
                 f"kvatlas serve did not start:\n{_tail(log_path.read_text(errors='replace'))}"
             )
         threading.Event().wait(0.02)
-    server = RunningServer(process, log_path, json.loads(ready.read_text()))
+    server = RunningServer(process, log_path, json.loads(ready.read_text()), token)
     _live.append(server)
     _wait_for_pages(server, limit)
     return server
@@ -259,10 +261,11 @@ def _start_server(folder: Path, *arguments: str) -> RunningServer:
 
 def _wait_for_pages(server: RunningServer, limit: float) -> None:
     """The service answers prompts once the worker is warm; its copy of the pages may come later."""
+    from kvatlas.client.credentials import Credentials
     from kvatlas.client.errors import Unavailable
     from kvatlas.client.sync import Client
 
-    with Client(server.address) as client:
+    with Client(server.address, credentials=Credentials(token=server.token)) as client:
         while True:
             try:
                 client.page_pool()
@@ -306,6 +309,22 @@ def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSer
     """A server whose device is made of lists; for tests that change nothing that others rely on."""
     server = _start_server(
         tmp_path_factory.mktemp("fake"), "--runner", "fake", "--model", "random:tiny", "--num-pages", "255"
+    )
+    yield server
+    _stop_server(server)
+
+
+@pytest.fixture(scope="session")
+def guarded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """The same, but that it asks for its `token`."""
+    folder, token = tmp_path_factory.mktemp("guarded"), "guarded-51c0a7d2"
+    digest = hashlib.sha256(token.encode()).hexdigest()
+    principal = '[[principal]]\nname = "one"\ntenant = "one"\nscopes = ["generate", "cache.read"]\n'
+    (folder / "auth.toml").touch(mode=0o600)
+    (folder / "auth.toml").write_text(f'{principal}token_sha256 = ["{digest}"]\n')
+    settings = ("--runner", "fake", "--model", "random:tiny", "--num-pages", "255")
+    server = _start_server(
+        folder, *settings, "--set-service", f"auth_file={folder / 'auth.toml'}", token=token
     )
     yield server
     _stop_server(server)

@@ -2,7 +2,7 @@
 
 import { choice, clock, element, fitCanvas, isDark, loadStyles, located, number, ratioOf, setText } from "./dom.js";
 import { mix, ramp, rgbOf } from "./colours.js";
-import { continues, readSpectrogram } from "./strip.js";
+import { continues, placed, readSpectrogram } from "./strip.js";
 
 const SPAN = 600, POLL_MS = 1000;
 const MODES = ["occupancy", "churn", "age"];
@@ -91,10 +91,11 @@ class Spectrogram {
     const dark = isDark(this.root), kind = dark ? "dark" : "light", { palette } = this.data;
     const free = rgbOf(palette.states.free[kind]), active = rgbOf(palette.states.active[kind]), cached = rgbOf(palette.states.cached[kind]);
     this.paintLegend(kind);
-    const { bands } = this, image = new ImageData(SPAN, bands), start = SPAN - this.columns.length;
+    const { bands } = this, image = new ImageData(SPAN, bands), places = placed(this.columns);
     const put = (x, y, [r, g, b]) => image.data.set([r, g, b, 255], (y * SPAN + x) * 4);
-    for (let x = 0; x < start; x++) for (let y = 0; y < bands; y++) put(x, y, rgbOf(palette.ground.surface[kind]));
-    this.columns.forEach(({ values, cut }, at) => {
+    const surface = rgbOf(palette.ground.surface[kind]); // nobody looked yet, or nothing was heard
+    for (let x = 0; x < SPAN; x++) for (let y = 0; y < bands; y++) put(x, y, surface);
+    places.forEach(({ x, seconds, column: { values, cut } }) => {
       for (let band = 0; band < bands; band++) {
         const value = (plane) => values[plane * bands + band] / 255;
         let rgb;
@@ -102,7 +103,7 @@ class Spectrogram {
         else if (this.mode === "occupancy") rgb = mix(mix(free, cached, value(CACHED)), active, value(ACTIVE));
         else if (this.mode === "churn") rgb = value(CHURN) ? ramp(Math.sqrt(value(CHURN))) : free;
         else rgb = value(AGE) ? ramp(value(AGE)) : free;
-        put(start + at, band, rgb);
+        for (let at = 0; at < seconds; at++) put(x + at, band, rgb);
       }
     });
     this.image.width = SPAN;
@@ -112,16 +113,16 @@ class Spectrogram {
     const context = this.canvas.getContext("2d");
     context.imageSmoothingEnabled = false;
     context.drawImage(this.image, 0, 0, this.canvas.width, this.canvas.height);
-    this.paintBeginning(context, start, palette.ground.muted[kind]);
-    setText(this.words, `page 0 above, page ${number(this.pageCount - 1)} below · ${this.columns.length} s`);
+    this.paintBeginning(context, places[0], palette.ground.muted[kind]);
+    setText(this.words, `page 0 above, page ${number(this.pageCount - 1)} below · ${SPAN - places[0].x} s`);
     this.node.dataset.columns = this.columns.length;
   }
 
   // Why there is nothing on the left: nobody looked.
-  paintBeginning(context, start, colour) {
-    const ratio = ratioOf(), edge = (start / SPAN) * this.canvas.width;
+  paintBeginning(context, { x, column }, colour) {
+    const ratio = ratioOf(), edge = (x / SPAN) * this.canvas.width;
     context.font = `${12 * ratio}px ${getComputedStyle(this.node).fontFamily}`;
-    const text = `this dashboard looks since ${clock(this.columns[0].time)}`;
+    const text = `this dashboard looks since ${clock(column.time)}`;
     if (context.measureText(text).width > edge - 16 * ratio) return;
     context.fillStyle = colour;
     context.textAlign = "right";
@@ -147,9 +148,9 @@ class Spectrogram {
   }
 
   at(event) {
-    const x = Math.floor((event.offsetX / this.canvas.clientWidth) * SPAN) - (SPAN - this.columns.length);
+    const x = Math.floor((event.offsetX / this.canvas.clientWidth) * SPAN);
     const band = Math.floor((event.offsetY / this.canvas.clientHeight) * this.bands);
-    const column = this.columns[x];
+    const column = placed(this.columns).find((place) => x >= place.x && x < place.x + place.seconds)?.column;
     if (!column || band < 0 || band >= this.bands) return null;
     const edge = (number) => Math.floor((number * this.pageCount) / this.bands);
     return { column, band, first: edge(band), last: edge(band + 1) - 1 };

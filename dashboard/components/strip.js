@@ -4,7 +4,8 @@
 import { element, fitCanvas, ratioOf } from "./dom.js";
 import { rgbOf } from "./colours.js";
 
-const SPAN = 600; // columns
+const SPAN = 600; // columns, and seconds
+const MAX_STRETCH = 3; // seconds that a late column may stand for; longer is a hole
 const FIGURES = 14; // of one second, as dashboard/spectrogram.py
 const POLL_MS = 1000;
 
@@ -58,10 +59,9 @@ export class Strip {
 
   press(event) {
     if (!this.columns.length) return;
-    const share = event.offsetX / this.canvas.clientWidth;
-    const at = Math.round(share * SPAN) - (SPAN - this.columns.length);
-    if (at >= this.columns.length - 1) this.onPick(null);
-    else this.onPick(this.columns[Math.max(0, at)].time);
+    const x = Math.round((event.offsetX / this.canvas.clientWidth) * SPAN);
+    if (x >= SPAN - 1) this.onPick(null);
+    else this.onPick((placed(this.columns).findLast((place) => place.x <= x)?.column ?? this.columns[0]).time);
   }
 
   setPast(ms) {
@@ -79,14 +79,14 @@ export class Strip {
     fitCanvas(this.canvas);
     const context = this.canvas.getContext("2d"), { width, height } = this.canvas;
     const look = (group, name) => this.palette[group][name][this.kind || "dark"];
-    const step = width / SPAN, start = width - this.columns.length * step, marks = 5 * ratioOf();
-    context.fillStyle = look("ground", "surface"); // nobody looked yet
+    const step = width / SPAN, marks = 5 * ratioOf();
+    context.fillStyle = look("ground", "surface"); // nobody looked yet, or nothing was heard
     context.fillRect(0, 0, width, height);
-    context.fillStyle = look("states", "free");
-    context.fillRect(Math.floor(start), marks, width - Math.floor(start), height - marks);
     let last = null;
-    this.columns.forEach(({ figures, cut }, at) => {
-      const x = Math.floor(start + at * step), wide = Math.ceil(step);
+    placed(this.columns).forEach(({ x: place, seconds, column: { figures, cut } }) => {
+      const x = Math.floor(place * step), wide = Math.ceil(seconds * step);
+      context.fillStyle = look("states", "free");
+      context.fillRect(x, marks, wide, height - marks);
       const total = figures[0] + figures[1] + figures[2] + figures[3] + figures[4] || 1;
       let y = height;
       for (const [index, name] of [[4, "reserved"], [3, "pinned"], [1, "active"], [2, "cached"]]) {
@@ -111,21 +111,35 @@ export class Strip {
       }
       last = cut ? null : figures;
     });
-    this.drawPast(context, start, step, look("ground", "text"));
+    this.drawPast(context, step, look("ground", "text"));
   }
 
-  drawPast(context, start, step, colour) {
+  drawPast(context, step, colour) {
     if (this.pastMs === null) return;
-    const at = this.columns.findIndex((column) => column.time >= this.pastMs);
-    if (at < 0) return;
+    const found = placed(this.columns).find(({ column }) => column.time >= this.pastMs);
+    if (!found) return;
     context.fillStyle = colour;
-    context.fillRect(start + at * step - 1, 0, 3, this.canvas.height);
+    context.fillRect(found.x * step - 1, 0, 3, this.canvas.height);
   }
 }
 
 // Whether columns follow those that a reader has: not those of another process or of a pool of another size.
 export function continues({ first, pageCount }, reader) {
   return first >= reader.next && pageCount === reader.pageCount;
+}
+
+// Where columns stand, by their seconds: the newest at the right end, none upon another, no column where nothing
+// was heard for a while. [{column, x, seconds}], x and seconds in columns of the whole; what is older is left out.
+export function placed(columns) {
+  const newest = columns.at(-1)?.time, found = [];
+  let next = SPAN;
+  for (let at = columns.length - 1; at >= 0; at--) {
+    const column = columns[at], x = Math.min(next - 1, SPAN - 1 - Math.round((newest - column.time) / 1000));
+    if (x < 0) break;
+    found.push({ column, x, seconds: next - x > MAX_STRETCH ? 1 : next - x });
+    next = x;
+  }
+  return found.reverse();
 }
 
 // Columns from number `since` on: {first, bands, pageCount, times, cuts, figures, columns}.

@@ -10,7 +10,7 @@ from dashboard.facts import CheckFacts, IntegrityFacts, ViolationFacts
 from dashboard.live_pages import Follower
 from dashboard.mirror_checks import check_mirror
 from dashboard.recordings import save_past
-from dashboard.view_parts import choose_follower, clock_text, needs_map, period
+from dashboard.view_parts import choose_follower, clock_text, counted, needs_map, period
 from kvatlas.client.errors import KvatlasError
 
 ROW = 3  # tiles side by side
@@ -72,7 +72,7 @@ def _audit(facts: IntegrityFacts, clock_ms: float) -> None:
     words = (
         f"{facts.sweep_count:,} times over every page · last round {facts.last_round_seconds * 1000:.2f} ms"
     )
-    st.caption(f"{words} · {facts.violations_total:,} violations in all")
+    st.caption(f"{words} · {counted(facts.violations_total, 'violation')} in all")
     if facts.violations:
         st.dataframe(violations_table(facts.violations), hide_index=True)
 
@@ -124,7 +124,7 @@ def _full_check(follower: Follower) -> None:
     stood = f"engine stood {run.engine_seconds * 1000:.1f} ms"
     words = f"{run.checked_pages:,} pages, {run.checked_rows:,} rows, {stood}"
     if run.violations_total:
-        st.error(f"{run.violations_total:,} violations · {words}")
+        st.error(f"{counted(run.violations_total, 'violation')} · {words}")
         st.dataframe(violations_table(run.violations), hide_index=True)
     else:
         st.success(f"Everything holds · {words}")

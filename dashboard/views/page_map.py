@@ -11,6 +11,7 @@ from dashboard.page_table_view import show_table
 from dashboard.view_parts import (
     NOTHING,
     choose_follower,
+    counted,
     figures,
     grafana_link,
     keep_looks,
@@ -50,7 +51,7 @@ def _live(follower: Follower) -> None:
     if found:
         last = found[-1]
         words = f"{last.subject}: expected {last.expected}, found {last.found}"
-        warning.error(f"The live audit found {len(found)} violations. {words}. See Integrity.")
+        warning.error(f"The live audit found {counted(len(found), 'violation')}. {words}. See Integrity.")
     if st.session_state.get("as_table"):
         show_table(follower)
     else:

@@ -12,7 +12,7 @@ from dashboard.client import Prompt
 from dashboard.components import mount
 from dashboard.facts import RESULTS, Answer
 from dashboard.live_pages import Follower
-from dashboard.view_parts import choose_follower, figures
+from dashboard.view_parts import choose_follower, counted, figures
 from kvatlas.client.errors import KvatlasError
 from kvatlas.client.events import Delta, Event, Finished, Prefix, Started, Summary
 from kvatlas.client.request import Message, Options
@@ -86,7 +86,7 @@ def _ruler(
         data = {"pieces": list(tokens.pieces), "results": known, "page_size": page_size}
         mount("ruler.js", data, key=f"ruler-{'known' if results else 'expected'}")
         words = "" if results else f", {tokens.cached_tokens} of them in the cache right now"
-        st.caption(f"{len(tokens.pieces):,} tokens on {tokens.page_count:,} pages{words}")
+        st.caption(f"{counted(len(tokens.pieces), 'token')} on {counted(tokens.page_count, 'page')}{words}")
 
 
 def _expected(count: int, cached: int, page_size: int) -> dict[str, int]:

@@ -13,6 +13,7 @@ from dashboard.look_ups import basis, begun_late, recent_results
 from dashboard.view_parts import (
     choose_follower,
     clock_text,
+    counted,
     figures,
     needs_map,
     share,
@@ -32,7 +33,8 @@ def show() -> None:
     if follower is None or not needs_map(follower):
         return
     geometry = follower.live_map.geometry()
-    left, right = st.columns([3, 2], gap="large")
+    with st.container(key="beside"):  # one below the other where there is little room: page.css
+        left, right = st.columns([3, 2], gap="large")
     with right:
         _misses(follower)
     with left:
@@ -114,8 +116,8 @@ def _show(report: EstimateReport, geometry: Geometry, policies: tuple[str, ...])
     if len(combinations) > 1:
         st.dataframe(page_sizes(report, today), hide_index=True)
     st.caption(
-        f"sample {report.sampling_rate:.0%} of prefixes, {report.request_count:,} requests, "
-        f"{report.token_count:,} prompt tokens in {report.seconds / 60:.1f} min. {basis(report)}"
+        f"sample {report.sampling_rate:.0%} of prefixes, {counted(report.request_count, 'request')}, "
+        f"{counted(report.token_count, 'prompt token')} in {report.seconds / 60:.1f} min. {basis(report)}"
     )
 
 

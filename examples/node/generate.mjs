@@ -1,7 +1,9 @@
 // A client in Node without generated code: the protos are read at start.
 //
+//   npm ci --prefix examples/node    (once)
 //   node examples/node/generate.mjs [ADDRESS]
 //
+// KVATLAS_TOKEN, if set, goes along.
 // Shows a stream, a cancel, a deadline of 200 ms, a refused request with its details, the retries of the
 // service config, and the planes of the page map. Ends with exit code 1 if anything is not as it should be.
 
@@ -32,10 +34,19 @@ const cache = new kvatlas.v1.CacheService(address, grpc.credentials.createInsecu
 
 const deadline = (milliseconds) => ({ deadline: Date.now() + milliseconds });
 
+// With each call; a Metadata of its own, since retries and interceptors may add to it.
+function credentials() {
+  const metadata = new grpc.Metadata();
+  const token = process.env.KVATLAS_TOKEN;
+  if (token) metadata.set("authorization", `Bearer ${token}`);
+  return metadata;
+}
+
 // The order of a stream: started, deltas without a gap, one end per choice, the summary, status OK.
 async function stream() {
   const call = generation.StreamGenerate(
     { spec: { text: "The sky is", sampling: { temperature: 0 }, stop: { maxTokens: 12 } } },
+    credentials(),
     deadline(60000),
   );
   const kinds = [];
@@ -58,6 +69,7 @@ async function stream() {
 async function cancel() {
   const call = generation.StreamGenerate(
     { spec: { text: "Count: 1, 2, 3,", stop: { maxTokens: 1000, ignoreEos: true } } },
+    credentials(),
     deadline(60000),
   );
   let deltas = 0;
@@ -82,6 +94,7 @@ async function cancel() {
 async function timeout() {
   const call = generation.StreamGenerate(
     { spec: { text: "Once upon a time", stop: { maxTokens: 4000, ignoreEos: true } } },
+    credentials(),
     deadline(200),
   );
   const error = await failure(async () => {
@@ -146,7 +159,7 @@ async function retry() {
 
 // Planes are arrays without a header. Copy the Buffer first: its offset need not be a multiple of 4.
 async function pages() {
-  const call = cache.WatchPageMap({ planes: ["states", "used_ms"] }, deadline(10000));
+  const call = cache.WatchPageMap({ planes: ["states", "used_ms"] }, credentials(), deadline(10000));
   const states = [];
   let geometry;
   try {
@@ -173,7 +186,7 @@ async function pages() {
 
 function unary(client, method, request) {
   return new Promise((resolve, reject) =>
-    client[method](request, deadline(10000), (error, answer) => (error ? reject(error) : resolve(answer))),
+    client[method](request, credentials(), deadline(10000), (error, answer) => (error ? reject(error) : resolve(answer))),
   );
 }
 

@@ -3,12 +3,13 @@
 import sys
 import time
 
+from kvatlas.client.config import credentials_from_environment
 from kvatlas.client.events import Delta
 from kvatlas.client.sync import Client
 
 
 def main(address: str = "127.0.0.1:50051") -> None:
-    with Client(address) as client:
+    with Client(address, credentials=credentials_from_environment()) as client:
         with client.stream("Count: 1, 2, 3,", max_tokens=1000, ignore_eos=True) as stream:
             for event in stream:
                 if isinstance(event, Delta) and event.token_offset >= 8:

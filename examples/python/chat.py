@@ -7,12 +7,13 @@ import asyncio
 import sys
 
 from kvatlas.client.aio import AsyncClient
+from kvatlas.client.config import credentials_from_environment
 from kvatlas.client.request import Message
 
 
 async def main(address: str = "127.0.0.1:50051") -> None:
     turns = [Message("system", "You answer in one short sentence.")]
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, credentials=credentials_from_environment()) as client:
         for question in ("Why is the sky blue?", "And why is it red in the evening?"):
             turns.append(Message("user", question))
             answer = await client.chat(turns, max_tokens=32, temperature=0.0)

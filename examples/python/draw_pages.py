@@ -8,13 +8,14 @@ from pathlib import Path
 
 from kvatlas.cli.demo import QUESTIONS, SYSTEM
 from kvatlas.cli.svg import draw
+from kvatlas.client.config import credentials_from_environment
 from kvatlas.client.events import Delta
 from kvatlas.client.request import Message
 from kvatlas.client.sync import Client
 
 
 def main(address: str = "127.0.0.1:50051", file: str = "pages.svg") -> None:
-    with Client(address) as client:
+    with Client(address, credentials=credentials_from_environment()) as client:
         for topic in ("the sea", "a lamp", "an island", "the winter"):  # what the cache keeps of others
             client.chat([Message("user", f"Tell me about {topic}.")], max_tokens=90)
         question = [Message("system", SYSTEM), Message("user", QUESTIONS[0])]

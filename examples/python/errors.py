@@ -7,7 +7,14 @@ import sys
 import time
 
 from kvatlas.client.config import credentials_from_environment
-from kvatlas.client.errors import DeadlineExceeded, InvalidRequest, Reason, Refused, Unavailable
+from kvatlas.client.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    KvatlasError,
+    Reason,
+    Refused,
+    Unavailable,
+)
 from kvatlas.client.request import Options
 from kvatlas.client.sync import Client
 
@@ -15,7 +22,7 @@ ATTEMPTS = 3
 
 
 def ask(client: Client, prompt: str, timeout_seconds: float = 60.0, **options: object) -> None:
-    for _ in range(ATTEMPTS):
+    for attempt in range(1, ATTEMPTS + 1):
         try:
             with client.stream(prompt, timeout_seconds=timeout_seconds, **Options(**options)) as stream:
                 text = "".join(stream.text())
@@ -31,8 +38,13 @@ def ask(client: Client, prompt: str, timeout_seconds: float = 60.0, **options: o
             print("no answer in time")
             return
         except (Refused, Unavailable) as error:  # a limit, or nobody took it: later it may work
+            if attempt == ATTEMPTS:
+                print(f"given up: {error}")
+                return
             time.sleep(error.retry_seconds or 1.0)
-    print("given up")
+        except KvatlasError as error:  # credentials, a fault: again it would be the same
+            print(error)
+            return
 
 
 def main(address: str = "127.0.0.1:50051") -> None:

@@ -2,12 +2,16 @@
 
 import sys
 
+from kvatlas.client.config import credentials_from_environment
 from kvatlas.client.events import Delta, Started, Summary
 from kvatlas.client.sync import Client
 
 
 def main(address: str = "127.0.0.1:50051", prompt: str = "The sky is") -> None:
-    with Client(address) as client, client.stream(prompt, max_tokens=24, temperature=0.0) as stream:
+    with (
+        Client(address, credentials=credentials_from_environment()) as client,
+        client.stream(prompt, max_tokens=24, temperature=0.0) as stream,
+    ):
         for event in stream:
             if isinstance(event, Started):
                 print(f"[{event.prompt_tokens} prompt tokens on {event.worker_id}] ", end="")

@@ -6,6 +6,7 @@
 import json
 import sys
 
+from kvatlas.client.config import credentials_from_environment
 from kvatlas.client.request import Message
 from kvatlas.client.sync import Client
 
@@ -18,7 +19,7 @@ SCHEMA = {
 
 
 def main(address: str = "127.0.0.1:50051") -> None:
-    with Client(address) as client:
+    with Client(address, credentials=credentials_from_environment()) as client:
         question = [Message("user", "A city and whether it rains there, as JSON.")]
         answer = client.chat(question, json_schema=SCHEMA, max_tokens=80, temperature=0.0)
         print(json.loads(answer.text))

@@ -6,11 +6,15 @@
 import sys
 from contextlib import closing
 
+from kvatlas.client.config import credentials_from_environment
 from kvatlas.client.sync import Client
 
 
 def main(address: str = "127.0.0.1:50051", count: str = "10") -> None:
-    with Client(address) as client, closing(client.watch_pages(interval_seconds=0.1)) as maps:
+    with (
+        Client(address, credentials=credentials_from_environment()) as client,
+        closing(client.watch_pages(interval_seconds=0.1)) as maps,
+    ):
         last = None
         for _, page_map in zip(range(int(count)), maps, strict=False):
             if page_map.revision == last:

@@ -30,9 +30,14 @@ fi
 # Again while nobody took it; never once something of the answer has come.
 for pause in 1 2 4 0; do
   {
-    "${BUF:-buf}" curl "$@" \
-      -d "{\"spec\": {\"text\": \"$escaped\", \"sampling\": {\"temperature\": 0}, \"stop\": {\"maxTokens\": 12}}}" \
-      "$scheme://$address/kvatlas.v1.GenerationService/StreamGenerate" && code=0 || code=$?
+    # Of a server that is away, or speaks no $scheme, a call says only that its method is unknown: a list says why.
+    if "${BUF:-buf}" curl "$@" --list-services "$scheme://$address" >"$scratch/services"; then
+      "${BUF:-buf}" curl "$@" \
+        -d "{\"spec\": {\"text\": \"$escaped\", \"sampling\": {\"temperature\": 0}, \"stop\": {\"maxTokens\": 12}}}" \
+        "$scheme://$address/kvatlas.v1.GenerationService/StreamGenerate" && code=0 || code=$?
+    else
+      code=$unavailable
+    fi
     echo "$code" >"$scratch/code"
   } | tee "$scratch/answer"
   code=$(cat "$scratch/code")

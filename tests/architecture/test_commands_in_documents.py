@@ -3,6 +3,7 @@
 import importlib
 import re
 import shlex
+import subprocess
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from itertools import dropwhile, groupby
@@ -97,6 +98,16 @@ def test_every_example_of_a_help_text_is_understood() -> None:
             found = list(shown(f"```sh\n{example}\n```", "kvatlas"))
             assert found, example
             assert all(words[0] in COMMANDS and is_understood(parser, words) for words in found), example
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no checkout of git")
+def test_what_commands_of_documents_leave_is_not_committed() -> None:
+    """Keys and tokens above all: SECURITY.md makes them where one stands."""
+    left = ["seam/worker.key", "token", "tls.key", "secrets/auth.toml", "noon.kvrec", "data/wal/00000000"]
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), "check-ignore", *left], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == left
 
 
 @pytest.mark.parametrize("path", [*DOCUMENTS, *PROGRAMS], ids=lambda path: path.name)

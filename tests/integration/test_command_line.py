@@ -389,14 +389,20 @@ def test_children_end_when_the_supervisor_is_killed(start_server: Any, wait_unti
 
 
 def test_a_busy_port_and_a_bad_model_are_told_in_one_line(tmp_path: Path) -> None:
+    free = (
+        "--metrics-port",
+        "0",
+        "--worker-metrics-port",
+        "0",
+    )  # a server that runs has those of the defaults
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = kvatlas("serve", "--listen", f"127.0.0.1:{port}", "--model", "random:tiny", "--runner", "fake")
+        done = kvatlas("serve", *FAKE, *free, "--listen", f"127.0.0.1:{port}", "--model", "random:tiny")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
         f"kvatlas: port {port} is taken by another process: choose one with --listen, or 0 for any free one"
     )
-    done = kvatlas("serve", "--model", str(tmp_path / "nothing.gguf"))
+    done = kvatlas("serve", *free, "--listen", "127.0.0.1:0", "--model", str(tmp_path / "nothing.gguf"))
     assert done.returncode == 1
     assert "FILE_MISSING" in done.stderr.splitlines()[-1]
 

@@ -66,6 +66,7 @@ def test_a_compiled_client_streams_cancels_times_out_retries_and_reads_details(
         env={build: str(tmp_path / "build"), **os.environ},
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
     lines = done.stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == [*STEPS, "all as it should be"]
     assert lines[0].startswith("stream: 12 tokens:")

@@ -520,6 +520,27 @@ def test_every_view_opens_on_a_phone_without_sideways_scrolling(
         tab.close()
 
 
+def test_nothing_of_what_if_is_cut_on_a_tablet(stack: tuple[Dashboard, str], browser: Any) -> None:
+    """Its columns stood side by side at any width: "R…" on the button, bars of a few pixels."""
+    tab = Tab(browser, stack[0].url + "what_if")
+    try:
+        run = tab.page.get_by_role("button", name="Run", exact=True)
+        beside = tab.page.get_by_role("heading", name="Prompt tokens")
+
+        def is_below() -> bool:
+            run.wait_for(timeout=60_000)
+            beside.wait_for(timeout=60_000)
+            return bool(beside.bounding_box()["y"] > run.bounding_box()["y"])
+
+        tab.until(lambda: not is_below(), "a column beside the other on a desk")
+        tab.page.set_viewport_size({"width": 820, "height": 1000})
+        tab.until(is_below, "one below the other on a tablet")
+        words = run.locator("p")
+        assert words.evaluate("(node) => node.scrollWidth <= node.clientWidth")
+    finally:
+        tab.close()
+
+
 def test_the_playground_streams_and_shows_what_was_cached(tab: Tab) -> None:
     tab.page.get_by_role("link", name="Playground").click()
     box = tab.page.get_by_label("Prompt")

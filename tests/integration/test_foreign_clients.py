@@ -18,9 +18,11 @@ import pytest
 from google.rpc import error_details_pb2
 
 from kvatlas.client.sync import Client
+from kvatlas.free_ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE_FOLDER = ROOT / "examples" / "node"
+UNAVAILABLE = 8 * 14  # buf's exit code of that status
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.clients]
 
@@ -73,6 +75,25 @@ def test_a_node_client_streams_cancels_times_out_and_reads_details(real_server: 
         "retry",
         "pages",
     ]
+
+
+@pytest.mark.skipif(
+    not (NODE_FOLDER / "node_modules").exists(), reason="`npm ci` was not run for the example"
+)
+def test_a_node_client_shows_its_token(guarded_server: Any) -> None:
+    command = ["node", str(NODE_FOLDER / "generate.mjs"), guarded_server.address]
+    done = run(command, KVATLAS_TOKEN=guarded_server.token)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "all as it should be"
+
+
+def test_the_shell_example_tells_of_a_server_that_is_away() -> None:
+    """It said that the server had no such service, tried once, and left with 1."""
+    script = str(ROOT / "examples" / "shell" / "generate.sh")
+    done = run([script, f"127.0.0.1:{free_ports(1)[0]}"], BUF=buf())
+    assert done.returncode == UNAVAILABLE, done.stdout + done.stderr
+    assert done.stderr.count("unavailable") == 4, "tried again"
+    assert done.stdout == ""
 
 
 def test_the_shell_example_streams_through_reflection(real_server: Any) -> None:

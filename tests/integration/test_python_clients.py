@@ -15,6 +15,7 @@ from kvatlas.client.aio import AsyncClient
 from kvatlas.client.errors import Cancelled, Refused
 from kvatlas.client.request import Message
 from kvatlas.client.sync import Client
+from kvatlas.free_ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples" / "python").glob("*.py"))
@@ -101,18 +102,34 @@ def test_a_watch_whose_async_client_is_closed_says_so_and_cancels_no_task(fake_s
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_every_example_runs(example: Path, fake_server: Any, tmp_path: Path) -> None:
-    arguments = ["3"] if example.stem == "watch_pages" else []  # an idle server sends one message a second
-    done = subprocess.run(
-        [sys.executable, str(example), fake_server.address, *arguments],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT / "protos")},
+def run_example(
+    name: str, address: str, folder: Path, *arguments: str, **environment: str
+) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "python" / f"{name}.py"), address, *arguments],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT / "protos"), **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=200,
     )
+
+
+@pytest.mark.parametrize("example", [path.stem for path in EXAMPLES])
+def test_every_example_runs_and_shows_its_token(example: str, guarded_server: Any, tmp_path: Path) -> None:
+    arguments = ["3"] if example == "watch_pages" else []  # an idle server sends one message a second
+    done = run_example(
+        example, guarded_server.address, tmp_path, *arguments, KVATLAS_TOKEN=guarded_server.token
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert done.stdout or list(tmp_path.iterdir()), "an example shows something"
+
+
+def test_the_example_of_errors_says_what_was_wrong(guarded_server: Any, tmp_path: Path) -> None:
+    unknown = run_example("errors", guarded_server.address, tmp_path, KVATLAS_TOKEN="nobody-s")
+    assert unknown.stdout.splitlines() == ["BAD_CREDENTIALS: no valid credentials"] * 3, unknown.stderr
+    nobody = f"127.0.0.1:{free_ports(1)[0]}"
+    away = run_example("errors", nobody, tmp_path)
+    assert away.stdout.count(f"given up: UNAVAILABLE: no server answers at {nobody}") == 3, away.stderr

@@ -3,6 +3,8 @@
 import json
 import re
 import signal
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -221,8 +223,19 @@ def ask(stub: Any, schema: Schema, temperature: float) -> pb.Choice:
         stop=pb.StopCriteria(max_tokens=300),
         json_schema=json.dumps(schema),
     )
-    response: pb.GenerateResponse = stub.Generate(pb.GenerateRequest(spec=spec), timeout=CALL_SECONDS)
-    return response.choices[0]
+    limit = time.monotonic() + CALL_SECONDS
+    while True:
+        try:
+            response: pb.GenerateResponse = stub.Generate(pb.GenerateRequest(spec=spec), timeout=CALL_SECONDS)
+        except (
+            grpc.RpcError
+        ) as error:  # a worker whose step lasts half a minute gets nothing new until it ends
+            call: Any = error
+            if call.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > limit:
+                raise
+            threading.Event().wait(0.5)
+        else:
+            return response.choices[0]
 
 
 def unsatisfied(schema: Schema, choice: pb.Choice) -> str | None:

@@ -243,8 +243,11 @@ def test_a_hostile_worker_costs_the_service_its_connection_and_nothing_else(
         wait_until(lambda: len(pool.usable) == 2, "the rogue one, now that it is as it should be")
         assert {code_of(service.address, number + each) for each in range(8)} == {"OK"}
         wait_until(lambda: service.is_idle, "everything to be given back")
-    assert "Exception in callback" not in caplog.text
-    assert "exception was never retrieved" not in caplog.text
+    told = [record.getMessage() for record in caplog.records]
+    # gRPC has one poller for all loops of a process, and tells here of what came late for closed ones.
+    ours = "\n".join(text for text in told if "PollerCompletionQueue" not in text)
+    assert "Exception in callback" not in ours
+    assert "exception was never retrieved" not in ours
 
 
 # The page feed

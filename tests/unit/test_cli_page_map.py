@@ -92,6 +92,14 @@ def test_without_a_terminal_there_is_no_colour() -> None:
     assert "\x1b" not in capture.get()
 
 
+def test_one_page_is_no_plural() -> None:
+    page_map = make_map(40)
+    page_map.sequences[1] = SequencePages(1, "short", 0, "decode", np.array([3], "<u4"), 1, 0, 0)
+    [(_, words)] = page_art.owner_legend(page_map)
+    assert words.endswith("decode · 1 page · 1 token")
+    assert ">1 page · 1 token<" in draw(page_map)
+
+
 def test_json_has_the_whole_map() -> None:
     plain = as_json(make_map(40))
     assert sum(plain["counts"].values()) == plain["page_count"] == len(plain["pages"]["states"]) == 40

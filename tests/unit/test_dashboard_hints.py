@@ -1,6 +1,7 @@
 """What views tell a newcomer: where a prompt goes, since when figures count, what they rest on."""
 
 import json
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from dashboard import process
+from dashboard import client, process
+from dashboard.client import ServiceSource
 from dashboard.config import from_args
 from dashboard.demo_source import DemoSource
 from dashboard.live_pages import LivePages
@@ -17,6 +19,7 @@ from dashboard.look_ups import basis, begun_late, recent_results
 from dashboard.spectrogram import FIGURES
 from dashboard.view_parts import prompt_command
 from kvatlas.client.channel import DEFAULT_ADDRESS
+from kvatlas.client.errors import DeadlineExceeded
 
 APP = Path(__file__).parents[2] / "dashboard" / "app.py"
 
@@ -159,3 +162,15 @@ def test_the_diamond_says_when_it_is_of_fewer_requests_than_the_curve() -> None:
     assert f"{counted:,} of these tokens, too few" in basis(
         replace(report, token_count=counted * 10 // 9 + 1)
     )
+
+
+def test_what_is_not_answered_in_time_says_how_long_was_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What if said "DEADLINE_EXCEEDED: Deadline Exceeded" on a busy machine."""
+    monkeypatch.setattr(client, "ESTIMATE_TIMEOUT_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections and says nothing
+        source = ServiceSource(f"127.0.0.1:{mute.getsockname()[1]}")
+        try:
+            with pytest.raises(DeadlineExceeded, match=r"no answer in 0\.3 s: the server is busy"):
+                source.estimate("worker-0", (16,), ("lru",), 0.0)
+        finally:
+            source.close()

@@ -81,6 +81,20 @@ def test_columns_are_bounded_and_a_restart_is_a_cut() -> None:
     assert gram.columns(7)[1].tolist() == [7000.0]
 
 
+def test_no_column_is_older_than_the_seconds_that_are_kept_where_nothing_was_heard_for_a_while() -> None:
+    """Figures of nineteen minutes were drawn as those of ten."""
+    gram = Spectrogram(5)
+    gram.resize(10, is_restart=False)
+    assert gram.first_number == 0, "none yet"
+    moment = Moment(np.ones(10, np.uint8), np.zeros(10, np.uint32), 0, (0,) * len(FIGURES))
+    for second in (0, 1, 2, 5, 6):
+        gram.add(second * 1000.0, moment)
+    assert gram.first_number == 2
+    assert gram.figures(0)[1].tolist() == gram.columns(0)[1].tolist() == [2000.0, 5000.0, 6000.0]
+    gram.add(60_000.0, moment)
+    assert gram.columns(3)[1].tolist() == [60_000.0]
+
+
 def test_a_reader_of_columns_goes_on_with_a_pool_of_another_size() -> None:
     """It has all columns before a number, and asks for that one next."""
     gram = Spectrogram(5)

@@ -242,6 +242,27 @@ told.follows = answers.map(([first, pageCount]) => continues({{ first, pageCount
     assert told["follows"] == [True, True, False, False]
 
 
+def test_columns_stand_at_their_seconds_with_a_hole_where_nothing_was_heard() -> None:
+    """They stood side by side: what was called 10 min ago was nineteen where nine had none."""
+    told = node(f"""
+const {{ placed }} = await import("{COMPONENTS}/strip.js");
+const of = (seconds) => placed(seconds.map((second) => ({{ time: 1e12 + second * 1000 }}))).map(
+  ({{ column, x, seconds }}) => [Math.round(column.time / 1000 - 1e9), x, seconds]);
+told.each = of([0, 1, 2]);
+told.late = of([0, 1.2, 2.4, 5.4]);
+told.close = of([0, 0.4, 0.8, 1.2]);
+told.hole = of([0, 1, 100, 101]);
+told.old = of([0, 1, 601, 602]);
+told.none = of([]);
+""")
+    assert told["each"] == [[0, 597, 1], [1, 598, 1], [2, 599, 1]]
+    assert [entry[1:] for entry in told["late"]] == [[594, 1], [595, 1], [596, 3], [599, 1]]
+    assert [entry[1] for entry in told["close"]] == [596, 597, 598, 599], "none upon another"
+    assert told["hole"] == [[0, 498, 1], [1, 499, 1], [100, 598, 1], [101, 599, 1]]
+    assert told["old"] == [[601, 598, 1], [602, 599, 1]], "ten minutes and no more"
+    assert told["none"] == []
+
+
 def test_ramps_are_monotonous_in_lightness() -> None:
     told = node(f"""
 const {{ ramp }} = await import("{COMPONENTS}/colours.js");

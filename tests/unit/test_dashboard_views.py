@@ -273,11 +273,12 @@ def test_a_violation_is_shown_with_both_sides(pages: LivePages, monkeypatch: pyt
         checks = tuple(
             replace(check, fail_count=3) if check.name == "refcount" else check for check in sound.checks
         )
-        return replace(sound, checks=checks, violations=(found,), violations_total=3)
+        return replace(sound, checks=checks, violations=(found,), violations_total=1)
 
     monkeypatch.setattr(pages.source, "integrity", integrity)
     app = run("integrity")
     assert ":red[✘] **refcount**" in texts_of(app)
+    assert " · 1 violation in all" in texts_of(app)
     row = app.dataframe[0].value.iloc[0]
     assert (row["subject"], row["expected"], row["found"], row["page"]) == (
         "references of page 7",

@@ -403,6 +403,9 @@ def test_its_hit_rate_by_pool_size_is_drawn(
     whatif.show(document, Console(width=60))
     table = capsys.readouterr().out
     assert "0.25" not in table
+    document["trace"] |= {"requests": 1, "prompt_tokens": 1}
+    whatif.show(document, Console(width=200))
+    assert ": 1 request, 1 prompt token, " in capsys.readouterr().out
     assert f"{ratios[1]:.1%}" in table
     assert "…" not in table, "a narrow terminal cuts no number"
     assert len(re.findall(r"^ *(?:25|100|400) +512 .* ms +[\d,]+ ms +[\d,]+ *$", table, re.MULTILINE)) == 6

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvatlas.cli.counted import counted
 from kvatlas.cli.palette import FILL_GLYPHS, FREE_IN_TERMINAL, LOOKS, owner_colour
 from kvatlas.client.page_map import STATE_NAMES, PageMap
 from kvatlas.v1 import cache_pb2 as pb
@@ -153,7 +154,7 @@ def owner_legend(page_map: PageMap) -> list[tuple[Cell, str]]:
         (
             _owner_cell(sequence.owner),
             f"{short_name(sequence.request_id, sequence.choice_index)} · {sequence.state}"
-            f" · {len(sequence.page_ids)} pages · {sequence.token_count} tokens",
+            f" · {counted(len(sequence.page_ids), 'page')} · {counted(sequence.token_count, 'token')}",
         )
         for sequence in sequences
     ]

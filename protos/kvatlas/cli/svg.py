@@ -6,6 +6,7 @@ Pure: a PageMap in, an SVG document out. The README's picture is made by it.
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
+from kvatlas.cli.counted import counted
 from kvatlas.cli.page_art import headline, short_name
 from kvatlas.cli.palette import GROUND_DARK, LOOKS
 from kvatlas.client.page_map import STATE_NAMES, PageMap, SequencePages
@@ -136,7 +137,7 @@ def _ribbons(page_map: PageMap, sequences: list[SequencePages], top: int) -> Ite
             x = left + place * step
             filled = min(1.0, max(0.0, (sequence.token_count - place * size) / size))
             yield from _page(x, y + 2, max(1, int(step) - 2), "active", filled, int(refs[page]))
-        facts = f"{len(sequence.page_ids)} pages · {sequence.token_count} tokens"
+        facts = f"{counted(len(sequence.page_ids), 'page')} · {counted(sequence.token_count, 'token')}"
         yield f'<text x="{WIDTH - MARGIN}" y="{y + 14}" fill="{FAINT}" text-anchor="end">{facts}</text>'
 
 

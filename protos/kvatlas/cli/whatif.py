@@ -116,7 +116,8 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     trace = document["trace"]
     pool = f"{trace['num_pages']:,} pages of {trace['page_size']} tokens, {trace['policy']}"
     load = (
-        f"{trace['requests']:,} requests, {trace['prompt_tokens']:,} prompt tokens, {trace['seconds']:.0f} s"
+        f"{counted(trace['requests'], 'request')}, {counted(trace['prompt_tokens'], 'prompt token')},"
+        f" {trace['seconds']:.0f} s"
     )
     console.print(Text(trace["name"], "bold").append(f": {load}; recorded with {pool}", "not bold"))
     table = Table(box=None, pad_edge=False)
@@ -134,7 +135,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
             highlight=False,
         )
     step = document["step_time"]
-    source = f"fitted to {step['num_steps']:,} steps, median error {step['median_error']:.1%}"
+    source = f"fitted to {counted(step['num_steps'], 'step')}, median error {step['median_error']:.1%}"
     costs = (
         f"{step['base'] * 1e3:.2f} ms + {step['per_prompt_token'] * 1e6:.1f} us a prompt token"
         f" + {step['per_sequence'] * 1e6:.1f} us a sequence"
