@@ -10,6 +10,7 @@ import argparse
 import gc
 from array import array
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -46,7 +47,9 @@ class Feed:
         return self.random.integers(0, self.page_count, count).astype(np.uint32).tobytes()
 
     def _info(self, owner: int, pages: bytes, first: int = 0) -> pb.SequenceInfo:
-        info = pb.SequenceInfo(request_id=f"request-{owner:08d}", owner=owner, row=owner, state=3)
+        info = pb.SequenceInfo(
+            request_id=f"request-{owner:08d}", owner=owner, row=owner, state="SEQUENCE_STATE_DECODE"
+        )
         info.page_ids, info.first_page_index, info.token_count = pages, first, 1024
         info.receive_time.FromSeconds(1_700_000_000 + owner)
         return info
@@ -86,9 +89,11 @@ def fill(mirror: PageMirror, feed: Feed) -> list[float]:
     """Microseconds of each part of a snapshot."""
     mirror.begin_life(1, feed.page_count)
     mirror.begin_snapshot()
-    return [
-        timed(lambda reply=reply: mirror.add_part(page_codec.decode_part(reply))) for reply in feed.snapshot
-    ]
+    return [timed(partial(_add_part, mirror, reply)) for reply in feed.snapshot]
+
+
+def _add_part(mirror: PageMirror, reply: worker_pb2.SnapshotReply) -> None:
+    mirror.add_part(page_codec.decode_part(reply))
 
 
 def encode_part(frozen: FrozenMap) -> bytes:

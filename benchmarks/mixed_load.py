@@ -149,7 +149,7 @@ class MixedLoad:
         try:
             self._stream(_ids(draw, self._shape.pool_tokens + draw.randint(1, 99)), 10)
         except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:  # type: ignore[attr-defined]
+            if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
                 raise
             self._count("rejected")
         else:
@@ -181,7 +181,7 @@ class MixedLoad:
                     case "summary":
                         summary = message.summary.usage
         except grpc.RpcError as error:
-            if not (cancel_after and error.code() is grpc.StatusCode.CANCELLED):  # type: ignore[attr-defined]
+            if not (cancel_after and error.code() is grpc.StatusCode.CANCELLED):
                 raise
         finally:
             if has_started:

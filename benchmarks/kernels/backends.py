@@ -9,6 +9,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ def measure(kind: str, heads: tuple[int, int, int], q_lens: tuple[int, ...], cac
             continue  # decode is fa2's in both
         time_us = (decode_us if kind == "decode" else prefill_us)(backend, batch, kv, q)
         record[f"{name}_us"] = round(time_us, 1)
-        record[f"{name}_plan_us"] = round(host_us(lambda b=backend: b.plan(batch)), 1)
+        record[f"{name}_plan_us"] = round(host_us(partial(backend.plan, batch)), 1)
         if kind == "decode":
             record[f"{name}_tb_s"] = round(2 * pool[0].nbytes / time_us / 1e6, 2)
         else:

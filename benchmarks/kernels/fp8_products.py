@@ -8,7 +8,8 @@ activations. --out writes JSON.
 import argparse
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ ROWS = (1, 8, 64, 256, 2048, 8192)
 _CACHE_BYTES = 200 << 20  # more than the cache, by far
 
 
-def graphed_us(calls: list[Callable[[], object]]) -> float:
+def graphed_us(calls: Sequence[Callable[[], object]]) -> float:
     """Median microseconds of a call."""
     for call in calls:
         call()
@@ -57,8 +58,8 @@ def tuned(linears: list[Fp8Linear], x: tuple[Tensor, Tensor]) -> tuple[float, st
             continue
         launch = Fp8Launch(outputs, block, parts)
         calls = [
-            lambda f=linear, n=launch: fp8_matmul(*x, f.weight, f.scale, out_dtype=torch.bfloat16, launch=n)
-            for linear in linears
+            partial(fp8_matmul, *x, one.weight, one.scale, out_dtype=torch.bfloat16, launch=launch)
+            for one in linears
         ]
         try:
             found.append((round(graphed_us(calls), 1), str(launch)))
@@ -74,10 +75,10 @@ def measure(shape: str, name: str, outputs: int, inputs: int, rows: int, tune: b
     dense = [torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
     linears = [Fp8Linear(*_quantized(weight), None) for weight in dense]
     x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
-    bf16 = graphed_us([lambda w=weight: torch.nn.functional.linear(x, w) for weight in dense])
-    ours = graphed_us([lambda f=linear: f(x) for linear in linears])
+    bf16 = graphed_us([partial(torch.nn.functional.linear, x, weight) for weight in dense])
+    ours = graphed_us([partial(linear, x) for linear in linears])
     rows_of_x = quantize_rows(x)
-    library = graphed_us([lambda f=linear: f._of_many(*rows_of_x, x.dtype) for linear in linears])
+    library = graphed_us([partial(linear._of_many, *rows_of_x, x.dtype) for linear in linears])
     best, launch = tuned(linears, rows_of_x) if tune and rows <= MAX_ROWS else (None, "")
     quantising = graphed_us([lambda: quantize_rows(x)] * 8)
     flops = 2 * rows * outputs * inputs

@@ -7,6 +7,7 @@ in the cache; inside a CUDA graph. --out writes JSON.
 import argparse
 import itertools
 import json
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def measure(shape: str, product: str, outputs: int, inputs: int, tune: bool) -> 
     weights = [torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
     xs = {rows: torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16) for rows in ROWS}
     library = {
-        rows: graphed_us([lambda x=x, w=w: torch.nn.functional.linear(x, w) for w in weights])
+        rows: graphed_us([partial(torch.nn.functional.linear, x, w) for w in weights])
         for rows, x in xs.items()
     }
     records = []
@@ -41,7 +42,7 @@ def measure(shape: str, product: str, outputs: int, inputs: int, tune: bool) -> 
         record: dict[str, Any] = {"shape": shape, "product": product, "launch": str(launch)}
         try:
             for rows, x in xs.items():
-                calls = [lambda x=x, w=w, n=launch: invariant_matmul(x, w, launch=n) for w in weights]
+                calls = [partial(invariant_matmul, x, w, launch=launch) for w in weights]
                 record[f"us_{rows}"] = round(graphed_us(calls), 1)
                 record[f"library_us_{rows}"] = round(library[rows], 1)
         except Exception as error:

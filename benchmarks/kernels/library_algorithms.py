@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ class Case:
     """One product of a layer: weights that no cache holds, and inputs for all numbers of rows."""
 
     def __init__(self, part: Product) -> None:
-        make = {"device": DEVICE, "dtype": torch.bfloat16}
+        make: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
         copies = max(2, -(-COLD_BYTES // part.num_bytes))
         self.part = part
         self.weights = [

@@ -12,7 +12,9 @@ import json
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +88,7 @@ class Case:
     def __init__(self, layer: Product, num_rows: int, *, is_cold: bool = True) -> None:
         self.layer = layer
         copies = max(2, COLD_BYTES // layer.num_bytes) if is_cold else 1
-        make = {"device": "cuda", "dtype": torch.bfloat16}
+        make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
         self.weights = [
             torch.randn(layer.outputs, layer.width, **make).mul_(layer.width**-0.5) for _ in range(copies)
         ]
@@ -162,7 +164,7 @@ class Layers:
         qkv, output = parts[:2]
         self.num_rows = num_rows
         depth = max(2, 2 * COLD_BYTES // sum(part.num_bytes for part in parts))
-        make = {"device": "cuda", "dtype": torch.bfloat16}
+        make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
         self.weights = [
             [torch.randn(part.outputs, part.width, **make).mul_(part.width**-0.5) for part in parts]
             for _ in range(depth)
@@ -278,7 +280,7 @@ def measure(layer: Product, num_rows: int, tune: bool) -> dict[str, object]:
         try:
             error = case.error(launch)
             assert error < 0.01, f"error {error}"
-            us = case.microseconds(lambda w, to=launch: case.ours(w, to), is_dependent=True)
+            us = case.microseconds(partial(case.ours, launch=launch), is_dependent=True)
             timed.append((round(us, 2), launch))
         except Exception as error:
             print(f"{layer.name} {num_rows} {launch}: {error!r}"[:160], flush=True)
