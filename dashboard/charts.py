@@ -9,7 +9,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dashboard.facts import RESULTS, Estimate, EstimateReport
-from dashboard.spectrogram import FIGURES
+from dashboard.spectrogram import COLUMN_MS, FIGURES
 from dashboard.theme import STATES, colours
 
 RESULT_WORDS = {
@@ -19,6 +19,7 @@ RESULT_WORDS = {
     "unaligned": "unaligned: what a smaller page would buy",
 }
 MAX_POINTS = 150
+HOLE_MS = 3 * COLUMN_MS  # without a column: nothing was heard, as in components/strip.js
 
 
 def rates(figures: NDArray[np.uint32], times_ms: NDArray[np.float64], name: str) -> NDArray[np.float64]:
@@ -30,7 +31,7 @@ def rates(figures: NDArray[np.uint32], times_ms: NDArray[np.float64], name: str)
 
 
 def states_over_time(figures: NDArray[np.uint32], times_ms: NDArray[np.float64], kind: str) -> Any:
-    """Stacked pages by state; at most 150 points."""
+    """Stacked pages by state; at most 150 points, and one at each hole, where nothing is drawn."""
     every = _stride(len(times_ms))
     order = ["reserved", "pinned", "active", "cached", "free"]
     rows = [
@@ -41,6 +42,11 @@ def states_over_time(figures: NDArray[np.uint32], times_ms: NDArray[np.float64],
             "order": order.index(state),
         }
         for at in range(0, len(times_ms), every)
+        for state in STATES
+    ]
+    rows += [
+        {"time": hole, "state": state, "pages": 0, "order": order.index(state)}
+        for hole in _holes(times_ms)
         for state in STATES
     ]
     look = colours("states", kind)
@@ -64,12 +70,13 @@ def states_over_time(figures: NDArray[np.uint32], times_ms: NDArray[np.float64],
 
 
 def rates_over_time(figures: NDArray[np.uint32], times_ms: NDArray[np.float64], kind: str) -> Any:
-    """Pages allocated and evicted, sequences preempted, a second; at most 150 points."""
+    """Pages allocated and evicted, sequences preempted, a second; at most 150 points, lines end at holes."""
     names = ("allocated", "evicted", "preempted")
     every = _stride(len(times_ms) - 1)
-    rows = []
+    rows: list[dict[str, object]] = []
     for name in names:
         values = rates(figures, times_ms, name)
+        rows += [{"time": hole, "what": name, "per second": None} for hole in _holes(times_ms)]
         rows += [
             {
                 "time": pd.Timestamp(times_ms[at + 1], unit="ms", tz="UTC"),
@@ -100,6 +107,12 @@ def rates_over_time(figures: NDArray[np.uint32], times_ms: NDArray[np.float64], 
         .properties(height=210)
         .configure(**_words(kind))
     )
+
+
+def _holes(times_ms: NDArray[np.float64]) -> list[pd.Timestamp]:
+    """Where the last column before a hole ends."""
+    ends = times_ms[:-1][np.diff(times_ms) > HOLE_MS] + COLUMN_MS
+    return [pd.Timestamp(end, unit="ms", tz="UTC") for end in ends]
 
 
 def _stride(count: int) -> int:

@@ -28,6 +28,19 @@ def test_charts_over_time_have_few_points_however_long_they_are(seconds: int) ->
         assert min(seconds - 1, 75) <= len(rows) / num_series <= 150
 
 
+def test_where_nothing_was_heard_nothing_is_drawn() -> None:
+    """A worker that hung for a minute had kept its pages and its rates by these charts."""
+    figures = np.full((6, len(FIGURES)), 7, np.uint32)
+    times = np.array([0.0, 1000.0, 3500.0, 60_000.0, 61_000.0, 62_000.0])
+    hole = "1970-01-01T00:00:04.500000+00:00"
+    (rows,) = json.loads(charts.states_over_time(figures, times, "dark").to_json())["datasets"].values()
+    assert [row["pages"] for row in rows if row["time"] == hole] == [0] * 5
+    assert len(rows) == 5 * 7
+    (rows,) = json.loads(charts.rates_over_time(figures, times, "dark").to_json())["datasets"].values()
+    assert [row["per second"] for row in rows if row["time"] == hole] == [None] * 3
+    assert len(rows) == 3 * 6
+
+
 def report() -> EstimateReport:
     tokens = {"hit": 60, "miss_cold": 30, "miss_evicted": 5, "unaligned": 5}
     estimates = tuple(
