@@ -35,7 +35,7 @@ def alone(spec: RequestSpec, context: int = 64, choice: int = 0) -> list[int]:
 def stop(harness: Harness, sequence_id: int) -> None:
     """Preempts this one, whoever would be chosen."""
     books = harness.scheduler._books
-    preempt(books, books.sequences[SequenceId(sequence_id)])
+    preempt(books, books.sequences[SequenceId(sequence_id)], harness.now)
     harness.audit()
 
 

@@ -386,6 +386,7 @@ def test_a_preemption_on_a_real_worker_is_an_event_of_the_span(
     ended = roots(collector)
     events = [event for root in ended for event in root.events]
     assert [event.name for event in events] == ["readmitted"] * preempted
+    assert all(attributes(event)["waited_seconds"] > 0.0 for event in events)
     assert sum(attributes(root)["kvatlas.preemptions"] for root in ended) == preempted
 
 

@@ -300,12 +300,14 @@ def test_a_second_start_says_that_it_is_one_and_what_it_found(monkeypatch: pytes
     for _ in range(3):
         harness.turn()
     stop(harness, 21)
+    harness.now += 3.0
     harness.run()
     first, again = starts[-2:]
     assert (first.sequence_id, first.resumed, first.reused_pages) == (20, False, 2)
     assert first.prefix is not None
     assert first.queue_seconds > 0
-    assert again == SequenceStart(SequenceId(21), None, 2, 0.0, resumed=True)
+    assert again == SequenceStart(SequenceId(21), None, 2, again.queue_seconds, resumed=True)
+    assert 3.0 < again.queue_seconds < 3.1, "since it was preempted"
     end = harness.answers[20].end
     bill = end.bill if end is not None and end.bill is not None else harness.answers[21].end.bill  # type: ignore[union-attr]
     assert bill is not None

@@ -199,7 +199,7 @@ class Admission:
             sequence_id=request.samples[0].id if is_first else sequence.id,
             prefix=request.prefix if is_first else None,
             reused_pages=len(need.lookup.pages),
-            queue_seconds=now - request.arrival if is_first else 0.0,
+            queue_seconds=now - (request.arrival if is_first else sequence.preempted_at),
             resumed=not is_first,
         )
         books.outbox.add_start(request.spec.source, start)

@@ -55,7 +55,7 @@ class SequenceStart(NamedTuple):
     sequence_id: SequenceId  # of sample 0; after a preemption of the one that it is about
     prefix: PrefixCounts | None  # None: not looked up, or admitted again after a preemption
     reused_pages: int
-    queue_seconds: float
+    queue_seconds: float  # since its arrival, or since the preemption
     resumed: bool
 
 

@@ -38,7 +38,7 @@ class Planner:
         """The next step with its pages; None: nothing can run before a step in flight is committed."""
         books = self._books
         books.set_clock(books.step_number + 1, now)
-        if not self._make_room():
+        if not self._make_room(now):
             return None
         at_edge = books.batch.at_edge()
         plan = Plan(at_edge, array("H", [sequence.owner for sequence in at_edge]))
@@ -51,7 +51,7 @@ class Planner:
         return self._builder.build(plan)
 
     # Pages for those who run.
-    def _make_room(self) -> bool:
+    def _make_room(self, now: float) -> bool:
         """Sees to it that everybody in the batch can go on; False: commit the step in flight first."""
         books = self._books
         while self._num_short() > 0:
@@ -60,7 +60,7 @@ class Planner:
             books.totals.allocation_failures += 1
             victim = choose_victim(books)
             if victim is not None:
-                preempt(books, victim)
+                preempt(books, victim, now)
             else:
                 self._give_up_copy()
         return True

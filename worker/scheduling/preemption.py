@@ -22,13 +22,14 @@ def choose_victim(books: Books) -> Sequence | None:
     return victim if victim.rank > min(sequence.rank for sequence in running) else None
 
 
-def preempt(books: Books, sequence: Sequence) -> None:
+def preempt(books: Books, sequence: Sequence, now: float) -> None:
     """Takes its pages and row; its tokens stay, and its place in the queue is that of its arrival."""
     assert not books.in_flight, f"{sequence} preempted under step {books.in_flight[0].step.number}"
     num_computed = sequence.computed
     request = sequence.request
     sequence.preemptions += 1
     request.preemptions += 1
+    sequence.preempted_at = now
     sequence.lost_tokens = num_computed
     books.totals.preemptions += 1
     books.totals.preempted_tokens += num_computed

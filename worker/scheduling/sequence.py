@@ -144,6 +144,7 @@ class Sequence:
         "owner",
         "pages",
         "place",
+        "preempted_at",
         "preemptions",
         "rank",
         "request",
@@ -194,6 +195,7 @@ class Sequence:
         self.edge = 0  # when it needs a page; see DecodeBatch
         self.last_tick = 0
         self.preemptions = 0
+        self.preempted_at = 0.0  # the last time
         self.lost_tokens = 0  # that were computed when it was preempted, until it is let in again
         self.skips = 0
         self.wait_reason = WaitReason.NONE
