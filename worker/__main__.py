@@ -8,6 +8,7 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from importlib import import_module
 from importlib.util import find_spec
 from types import FrameType
@@ -58,24 +59,24 @@ def main(arguments: Sequence[str]) -> int:
 def _import_all(config: WorkerConfig) -> None:
     """All modules, without the collector: none of them goes again, and it would walk them dozens of times."""
     gc.disable()
-    threads, read_ahead = [], ReadAhead()
-    if config.runner == "torch":
-        uses_cuda = config.device == "cuda"
-        if uses_cuda:
-            begin_compilers(config)
-            tasks = (read_ahead.read_libraries, head_start.open_device, head_start.prepare_triton)
-            threads = [head_start.begin(task) for task in tasks]
-        with log.log_phase(logger, "import_torch"):
-            import_module("torch")
-        if uses_cuda:
-            threads.append(head_start.begin(head_start.first_product))
-        with log.log_phase(logger, "import_device"):
-            import_module("worker.torch_device")
-    with log.log_phase(logger, "import_rest"):
-        import_module("worker.process")
-        read_ahead.close()
-        for thread in threads:
-            thread.join()
+    threads = []
+    with closing(ReadAhead()) as read_ahead:
+        if config.runner == "torch":
+            uses_cuda = config.device == "cuda"
+            if uses_cuda:
+                begin_compilers(config)
+                tasks = (read_ahead.read_libraries, head_start.open_device, head_start.prepare_triton)
+                threads = [head_start.begin(task) for task in tasks]
+            with log.log_phase(logger, "import_torch"):
+                import_module("torch")
+            if uses_cuda:
+                threads.append(head_start.begin(head_start.first_product))
+            with log.log_phase(logger, "import_device"):
+                import_module("worker.torch_device")
+        with log.log_phase(logger, "import_rest"):
+            import_module("worker.process")
+    for thread in threads:
+        thread.join()
     gc.freeze()
     gc.enable()
 
