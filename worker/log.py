@@ -13,11 +13,14 @@ from typing import TextIO
 
 from kvatlas.log_lines import LineFormatter
 
+LONGEST_VALUE = 1024
+"""Characters of one: who else has written it, as a service its own id, may have written megabytes."""
+
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def log_event(logger: logging.Logger, level: int, name: str, /, **values: object) -> None:
-    """Logs one event; values with spaces are quoted."""
+    """Logs one event; values with spaces are quoted, long ones cut."""
     if logger.isEnabledFor(level):
         pairs = " ".join(f"{key}={_quoted(value)}" for key, value in values.items())
         logger.log(level, "event=%s %s", name, pairs)
@@ -46,6 +49,8 @@ def set_up(level: str, stream: TextIO | None = None) -> None:
 
 def _quoted(value: object) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    if len(text) > LONGEST_VALUE:
+        text = text[:LONGEST_VALUE] + "…"
     if text and not any(character in text for character in ' "=\n'):
         return text
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from kvatlas.log_lines import LineFormatter
-from worker.log import log_event
+from worker.log import LONGEST_VALUE, log_event
 
 FORGED = "2026-01-01T00:00:00.000Z level=INFO logger=service event=forged"
 BREAKS = ["\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"]
@@ -60,3 +60,9 @@ def test_a_terminal_is_not_spoken_to(log: logging.Logger) -> None:
 def test_what_is_readable_is_left_as_it_is(log: logging.Logger) -> None:
     log.warning("event=call why=%r", "Zürich 東京 \\ 50 %")
     assert "Zürich 東京" in written(log)
+
+
+def test_a_long_value_is_cut_and_the_next_one_is_whole(log: logging.Logger) -> None:
+    log_event(log, logging.WARNING, "hello_refused", service="x" * 1_000_000, why="y" * LONGEST_VALUE)
+    (line,) = written(log).splitlines()
+    assert line.endswith(f" service={'x' * LONGEST_VALUE}… why={'y' * LONGEST_VALUE}")
