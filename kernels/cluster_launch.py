@@ -17,7 +17,7 @@ GROUPS = (1, 2, 4, 8)  # queries of a KV head
 
 @dataclass(frozen=True, slots=True)
 class ClusterLaunch:
-    """Launch shape; timings of the choices in docs/kernels.md."""
+    """Launch shape; timings of the choices in docs/kernels/cluster-decode.md."""
 
     programs: int = 16  # of a cluster, which share a sequence and then V's dimensions
     warps: int = 4  # of a program, each with 16 tokens a turn

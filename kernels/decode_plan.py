@@ -35,7 +35,7 @@ SIZES = 8
 
 @dataclass(frozen=True, slots=True)
 class DecodeLaunch:
-    """Launch shape; timings of the choices in docs/kernels.md."""
+    """Launch shape; timings of the choices in docs/kernels/decode-attention.md."""
 
     block: int  # tokens a loop turn
     warps: int

@@ -8,7 +8,7 @@ kernel is resident, and its weights are on their way, before this one has finish
 CUDA programming guide, "Programmatic Dependent Launch and Synchronization"; PTX ISA, griddepcontrol.
 
 It pays in a chain of such kernels, and a little where two of them follow each other between library kernels,
-which neither begin early nor let others (docs/kernels.md). Launches are ordinary ones except within
+which neither begin early nor let others (docs/kernels/products.md). Launches are ordinary ones except within
 `dependent_launches`.
 """
 

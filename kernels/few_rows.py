@@ -38,7 +38,7 @@ HEAD_OUTPUTS = 65_536  # so many that a program's beginning and end no longer co
 
 @dataclass(frozen=True, slots=True)
 class FewRowsLaunch:
-    """Launch shape; timings of the choices in docs/kernels.md."""
+    """Launch shape; timings of the choices in docs/kernels/products.md."""
 
     outputs: int = 64  # a program; gated: of each half
     block: int = 128  # elements of the width a loop turn
@@ -128,7 +128,7 @@ def runs_beside(weight: Tensor, *, gated: bool = False, adds: bool = False) -> b
 
 
 def choose_launch(num_rows: int, num_outputs: int, width: int, gated: bool) -> FewRowsLaunch:
-    """The fastest launch shape of those tried for products of this kind (docs/kernels.md)."""
+    """The fastest launch shape of those tried for products of this kind (docs/kernels/products.md)."""
     outputs = 32 if gated and num_outputs <= 8192 else 64
     if gated and outputs == 64:
         return FewRowsLaunch(outputs=outputs, block=128, stages=3)

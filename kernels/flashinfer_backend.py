@@ -24,7 +24,8 @@ from kernels.store_kv import store_kv
 
 HEAD_DIMS = (64, 128, 256)
 LEAST_PAIRS = 4 << 20
-"""Pairs of query and key from which FlashInfer's prefill gains more than its plan costs (docs/kernels.md)."""
+"""Pairs of query and key from which FlashInfer's prefill gains more than its plan costs; figures in
+docs/kernels/backends.md."""
 LEAST_QUERIES = 512  # a span, on average: its tiles are 128 queries of one head
 _INT32 = torch.int32
 

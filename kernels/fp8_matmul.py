@@ -1,7 +1,7 @@
 """Products of a few fp8 rows with fp8 weights, limited by the bytes of the weight.
 
 Bytes: out_features * in_features of the weight, once. The library's fp8 products of few rows leave half of
-the bandwidth unused (docs/kernels.md). Here the weight is the tall side of the tensor cores' tile and the
+the bandwidth unused (docs/kernels/fp8.md). Here the weight is the tall side of the tensor cores' tile and the
 rows are its short side, so that 16 rows cost no more than one; a long in_features is cut into parts for
 several programs, and the last one to finish an output tile adds the parts up in their order. Sums are in
 fp32, within a loop turn as the tensor cores have them.
@@ -25,7 +25,7 @@ _ENOUGH_TILES = 88  # two thirds of the multiprocessors: parts gain less than ad
 
 @dataclass(frozen=True, slots=True)
 class Fp8Launch:
-    """Launch shape; timings of the choices in docs/kernels.md."""
+    """Launch shape; timings of the choices in docs/kernels/fp8.md."""
 
     outputs: int = 64  # of a program
     block: int = 256  # of in_features, a loop turn

@@ -3,7 +3,7 @@
 The decode kernel splits long contexts and merges the parts, the prefill kernel reads them from the start in
 blocks of one size; both are right and their last bits differ. Where outputs must not depend on how a prompt
 was cut, or on whether a sequence was preempted, only one of them can be used. Long contexts of few sequences
-are slow that way: docs/kernels.md says how slow.
+are slow that way: docs/kernels/deterministic.md says how slow.
 """
 
 from collections.abc import Sequence

@@ -19,7 +19,7 @@ from kernels.dependent_launch import dependent_launch
 
 @dataclass(frozen=True, slots=True)
 class InvariantLaunch:
-    """Launch shape; timings in docs/kernels.md. May depend on the weight, never on the rows."""
+    """Launch shape; timings in docs/kernels/deterministic.md. May depend on the weight, never on the rows."""
 
     rows: int = 64
     outputs: int = 64

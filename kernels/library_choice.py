@@ -1,9 +1,9 @@
 """Which way of the library a product takes: a configuration of cuBLASLt that was measured, or torch's ways.
 
-Timings by number of rows in docs/kernels.md. The choice depends on shapes and the library's version alone, so
-an answer never depends on what ran before. Where nothing was measured it is between cuBLAS and cuBLASLt as
-torch calls them, which torch offers for the whole process (torch.backends.cuda.preferred_blas_library): it is
-put back behind the product. For one thread at a time.
+Timings by number of rows in docs/kernels/many-rows.md. The choice depends on shapes and the library's version
+alone, so an answer never depends on what ran before. Where nothing was measured it is between cuBLAS and
+cuBLASLt as torch calls them, which torch offers for the whole process
+(torch.backends.cuda.preferred_blas_library): it is put back behind the product. For one thread at a time.
 """
 
 import json
@@ -21,7 +21,7 @@ from kernels.cublas_lt import Configuration, CublasLtError, LtProduct, LtShape, 
 
 TABLE = Path(__file__).with_name("library_table.json")
 """For one device and one version of the library, by `python -m benchmarks.kernels.library_algorithms`; what
-ships up to 120 rows is of an earlier form of that search, of fewer tiles (docs/kernels.md)."""
+ships up to 120 rows is of an earlier form of that search, of fewer tiles (docs/kernels/many-rows.md)."""
 
 LEAST_ROWS, MOST_ROWS = 65, 256  # of the table, and the least of what torch's ways were timed at
 STEP = 8  # between the numbers of rows of the table, as between those of graphs

@@ -19,7 +19,7 @@ from kernels.dependent_launch import dependent_launch
 
 @dataclass(frozen=True, slots=True)
 class MatvecLaunch:
-    """Launch shape; timings of the choices in docs/kernels.md."""
+    """Launch shape; timings of the choices in docs/kernels/products.md."""
 
     outputs: int = 4  # outputs a program
     block: int = 1024  # elements of the width a loop turn
@@ -82,7 +82,7 @@ def matvec(
 
 
 def choose_launch(num_outputs: int, width: int, gated: bool, itemsize: int = 2) -> MatvecLaunch:
-    """The fastest launch shape of those tried for products of this kind (docs/kernels.md)."""
+    """The fastest launch shape of those tried for products of this kind (docs/kernels/products.md)."""
     if num_outputs > 65_536:
         outputs, block, warps = 8 if width <= 1024 else 4, 1024, 4
     elif width <= 1024:

@@ -22,7 +22,7 @@ MAX_PARTS = 32
 
 @dataclass(frozen=True, slots=True)
 class PrefillLaunch:
-    """Launch shape; timings of the choices in docs/kernels.md."""
+    """Launch shape; timings of the choices in docs/kernels/prompt-attention.md."""
 
     block: int = 64  # keys a loop turn
     warps: int = 8

@@ -2,7 +2,8 @@
 
 What such a step changes on the device (token ids, new pages, sampling columns, spans and tiles) goes by one
 kernel that reads pinned memory, as a decode step's batch does (zero_copy.py): a small model's prompt takes
-the device 2 ms, and copies and index operations for the same took the host as long (docs/kernels.md).
+the device 2 ms, and copies and index operations for the same took the host as long
+(docs/kernels/prompt-steps.md).
 
 Bytes over the bus: 24 an entry in (a token, a page), 8 a sampled token and 4 a span out. Whoever launches
 these keeps the host memory until the device is past them, and reads the results behind an event.

@@ -18,7 +18,7 @@ HEAD_OUTPUTS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class RingLaunch:
-    """Launch shape; timings of the choices in docs/kernels.md."""
+    """Launch shape; timings of the choices in docs/kernels/products.md."""
 
     outputs: int = 128  # a program, 64 or more for every four warps; gated: of each half
     block: int = 64  # elements of the width a turn

@@ -32,7 +32,7 @@ from kernels.sample_noise import log_noise, philox_words
 
 @dataclass(frozen=True, slots=True)
 class SampleLaunch:
-    """Launch shape of the draw; timings of the choices in docs/kernels.md."""
+    """Launch shape of the draw; timings of the choices in docs/kernels/sampling.md."""
 
     counters: int = 256  # of the noise generator a loop turn; each is four tokens
     warps: int = 1  # one: its reductions need no barrier

@@ -17,7 +17,7 @@ BLOCK = 128  # a program's part of the width is a multiple of it
 
 @dataclass(frozen=True, slots=True)
 class SlicedLaunch:
-    """Launch shape; timings of the choices in docs/kernels.md."""
+    """Launch shape; timings of the choices in docs/kernels/products.md."""
 
     outputs: int = 64  # a cluster, gated: of each half
     programs: int = 4  # of a cluster, which share the width and then the outputs

@@ -2,7 +2,7 @@
 
 Pinned memory has the same address on the device (CUDA programming guide, "Unified Virtual Address Space"),
 so a kernel can read and write it where it lies. A few hundred bytes are not worth a turn of the copy engine:
-the device waits longer for its change between the two than for the bytes (docs/kernels.md).
+the device waits longer for its change between the two than for the bytes (docs/kernels/decode-steps.md).
 
 Bytes over the bus: 20 a span in, 8 out. Whoever launches these keeps the host memory until the device is past
 them, and reads the results behind an event.

@@ -1,7 +1,7 @@
 """Which attention backend a worker uses, and why: one name, one sentence.
 
 Owns the rule of `auto`. Decides by what is installed, what is compiled and what was measured; compiles
-nothing and loads no kernel. Figures: docs/kernels.md, "Which backend".
+nothing and loads no kernel. Figures: docs/kernels/backends.md.
 """
 
 from dataclasses import dataclass

@@ -44,7 +44,7 @@ from worker.model.fused import AttendProduct, FusedModel
 
 PRODUCT_ROWS = 64
 """Of a batch whose attention takes the qkv product: as many as have products of our own. With 128 a tile's
-own norm and rotation cost more than the launch that they save (docs/kernels.md)."""
+own norm and rotation cost more than the launch that they save (docs/kernels/decode-attention.md)."""
 WARM_UPS = 1  # before a capture: compiles and loads kernels, and lets the libraries allocate
 
 

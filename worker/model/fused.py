@@ -58,7 +58,7 @@ class LastRows:
 
 @dataclass(frozen=True, slots=True)
 class OwnRows:
-    """Rows up to which our own products beat the library's; figures in docs/kernels.md."""
+    """Rows up to which our own products beat the library's; figures in docs/kernels/products.md."""
 
     chain: int  # a whole decode step
     gated: int  # the product with the activation in it, and the head, beside the library's others

@@ -23,7 +23,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 ATTENTION_SPEED = 0.6
-"""Operations a second of prefill attention, as a share of the products' (docs/kernels.md)."""
+"""Operations a second of prefill attention, as a share of the products'; see
+docs/kernels/prompt-attention.md."""
 
 
 def doubling_context(config: ModelConfig) -> int:

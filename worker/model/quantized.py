@@ -20,7 +20,7 @@ LEAST_CAPABILITY = (8, 9)  # the first devices with fp8 products
 _MULTIPLE = 16  # of both sides of a weight: what the product asks for
 
 FEW_ROWS = 64
-"""Rows up to which our product is faster than the library's (docs/kernels.md)."""
+"""Rows up to which our product is faster than the library's (docs/kernels/fp8.md)."""
 
 
 class Fp8Linear:
