@@ -169,6 +169,31 @@ def test_headings_that_links_lead_to_exist() -> None:
         assert name in anchors.get(there, {name}), (document.name, target)
 
 
+def test_documents_named_in_sources_exist() -> None:
+    """Comments send the reader to figures: where a document moves, they follow."""
+    named = [
+        (str(path.relative_to(ROOT)), document)
+        for path in sources(with_tests=True)
+        for document in re.findall(r"(?<![\w/])docs/[\w/\-]+\.md\b", path.read_text())
+    ]
+    assert len(named) > 20
+    assert [found for found in named if not (ROOT / found[1]).exists()] == []
+
+
+def cells(line: str) -> int:
+    """Of a row of a table; a bar within backticks ends a cell, too, unless it is escaped."""
+    return len(re.split(r"(?<!\\)\|", line.strip().removeprefix("|").removesuffix("|")))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_rows_of_a_table_have_the_columns_of_its_head(document: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        head, rule, *rows = table.splitlines()
+        assert re.fullmatch(r"\|(?: ?:?-+:? ?\|)+", rule), head
+        assert [row for row in [rule, *rows] if cells(row) != cells(head)] == [], head
+
+
 def test_the_makefile_has_every_verb_that_documents_name() -> None:
     verbs = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for document in DOCUMENTS:

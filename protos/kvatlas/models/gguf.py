@@ -4,7 +4,7 @@ Owns the map of one file. Reads versions 2 and 3, little endian, with the standa
 decodes no weights and knows nothing of models or tokenizers. String arrays are found by their
 lengths when the file is opened and decoded only when asked for: a tokenizer's 100,000 strings cost
 milliseconds. Every way in which the bytes may be wrong is a ModelError.
-Source: the format description in ggml's docs/gguf.md.
+Source: the format description, ggml/docs/gguf.md.
 """
 
 import mmap
