@@ -278,6 +278,33 @@ def test_a_watched_map_shows_an_answer_come_and_go(start_server: Any, hold: Any)
     assert watch.returncode == 0
 
 
+def test_a_watched_map_is_piped_picture_by_picture_until_its_reader_leaves(
+    fake_server: Any, wait_until: WaitUntil
+) -> None:
+    """Nothing came before the end, and nobody noticed that the reader had left."""
+    command = [*COMMAND, "pages", "--watch", "--interval", "0.05", "--address", fake_server.address]
+    with (
+        Client(fake_server.address) as client,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+        ) as watch,
+    ):
+        assert watch.stdout is not None
+        assert watch.stderr is not None
+        try:
+            assert "256 pages of" in watch.stdout.readline()
+            watch.stdout.close()
+
+            def has_ended() -> bool:
+                client.generate("another picture", max_tokens=2)
+                return watch.poll() is not None
+
+            wait_until(has_ended, "the end of a watch that nobody reads")
+        finally:
+            watch.kill()
+        assert (watch.returncode, watch.stderr.read()) == (141, "")
+
+
 def test_a_map_that_was_read_leaves_no_watch_behind(fake_server: Any) -> None:
     """B111: more reads than the server allows watches at a time; none is refused."""
     with Client(fake_server.address) as client:

@@ -97,7 +97,7 @@ def _watch(client: Client, settings: Namespace) -> int:
             for page_map in maps:
                 print(json.dumps(as_json(page_map)), flush=True)
         else:
-            _show_live(maps, settings)
+            _show(maps, settings)
     except KeyboardInterrupt:
         pass  # the way to leave
     finally:
@@ -105,11 +105,20 @@ def _watch(client: Client, settings: Namespace) -> int:
     return DONE
 
 
-def _show_live(maps: Iterator[PageMap], settings: Namespace) -> None:
+def _show(maps: Iterator[PageMap], settings: Namespace) -> None:
     console = Output(highlight=False, width=settings.width or None)
-    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+    if console.is_terminal:
+        _show_live(maps, settings, console)
+        return
+    for page_map in maps:  # a live picture of no terminal is held back until all is over
+        print_map(page_map, settings.by, width=settings.width, pages_per_glyph=settings.pages_per_glyph)
+        sys.stdout.flush()
+
+
+def _show_live(maps: Iterator[PageMap], settings: Namespace, console: Console) -> None:
+    with Live(console=console, auto_refresh=False, screen=True) as live:
         for page_map in maps:
-            room = max(4, console.height - 4) if console.is_terminal else page_map.page_count
+            room = max(4, console.height - 4)
             room -= min(OWNERS_SHOWN, len(page_map.sequences)) if settings.by == "owner" else 0
             pages_per_glyph = settings.pages_per_glyph or page_art.fitting_pages_per_glyph(
                 page_map.page_count, console.width, max(4, room)
