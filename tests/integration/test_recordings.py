@@ -76,6 +76,23 @@ def kvatlas(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=90, check=False)
 
 
+def without_a_reader(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        return subprocess.run(
+            [sys.executable, "-m", "kvatlas.cli", *arguments],
+            stdout=writes,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}"},
+            timeout=90,
+            check=False,
+        )
+    finally:
+        os.close(writes)
+
+
 def test_a_recording_of_a_running_server_is_fetched_replayed_and_run_again(
     server: Any, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
@@ -157,6 +174,8 @@ def the_commands_show_it(admin: str, path: Path, folder: Path) -> None:
     checked = kvatlas("replay", str(path))
     assert checked.returncode == 0
     assert "STOPPED" in checked.stdout
+    unread = without_a_reader("replay", str(path))
+    assert (unread.returncode, unread.stderr) == (141, "")
     picture = folder / "curve.svg"
     table = kvatlas(
         "whatif", str(path), "--pages", "0.5x,1x,2x", "--page-size", "8,16", "--picture", str(picture)

@@ -19,5 +19,13 @@ def run(settings: Namespace) -> int:
         command.append("--no-check")
     if settings.json:
         command.append("--json")
-    sys.stdout.flush()
-    return subprocess.run(command, env=child_environment(), check=False).returncode
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=child_environment(),
+        check=False,
+        process_group=0,  # Ctrl-C ends it here: it would end with a traceback itself
+    )
+    print(done.stdout, end="")  # here, where it is known what to do when nobody reads
+    return done.returncode
