@@ -59,7 +59,7 @@ class AsyncClient:
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
     ) -> Generation:
         """The whole answer. Retried by gRPC while no server took it."""
-        return await self._ask(calls.generate(prompt, options, timeout_seconds or self._timeout))
+        return await self._ask(calls.generate(prompt, options), timeout_seconds)
 
     def stream(
         self,
@@ -181,11 +181,12 @@ class AsyncClient:
     ) -> Any:
         return self._connection.begin(GENERATION, "StreamGenerate", request, timeout_seconds, life)
 
-    async def _ask(self, call: calls.Call[calls.Answer]) -> calls.Answer:
+    async def _ask(
+        self, call: calls.Call[calls.Answer], timeout_seconds: float | None = None
+    ) -> calls.Answer:
+        limit = min(call.limit_seconds, timeout_seconds or self._timeout)
         try:
-            answer = await self._connection.begin(
-                call.service, call.method, call.request, call.timeout_seconds
-            )
+            answer = await self._connection.begin(call.service, call.method, call.request, limit)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self.address) from None
         except asyncio.CancelledError:

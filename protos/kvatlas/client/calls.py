@@ -3,6 +3,7 @@
 Shared by the blocking and the asyncio client, which differ in how they wait and in nothing else.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -27,14 +28,14 @@ class Call(Generic[Answer]):
     service: Service
     method: str
     request: Any
-    timeout_seconds: float = SHORT_TIMEOUT_SECONDS
+    limit_seconds: float = SHORT_TIMEOUT_SECONDS  # where the client's own deadline is later
     read: Callable[[Any], Answer] = _as_it_is
 
 
-def generate(prompt: Prompt, options: Options, timeout_seconds: float) -> Call[Generation]:
+def generate(prompt: Prompt, options: Options) -> Call[Generation]:
     """The whole answer. RequestError, TypeError: see build_spec."""
     request = generation_pb2.GenerateRequest(spec=build_spec(prompt, options))
-    return Call(GENERATION, "Generate", request, timeout_seconds, read_generation)
+    return Call(GENERATION, "Generate", request, math.inf, read_generation)
 
 
 def cancel(request_ids: Sequence[str]) -> Call[generation_pb2.CancelGenerationResponse]:

@@ -63,7 +63,7 @@ class Client:
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[Options]
     ) -> Generation:
         """The whole answer. Retried by gRPC while no server took it."""
-        return self._ask(calls.generate(prompt, options, timeout_seconds or self._timeout))
+        return self._ask(calls.generate(prompt, options), timeout_seconds)
 
     def stream(
         self,
@@ -182,9 +182,10 @@ class Client:
     ) -> Any:
         return self._connection.begin(GENERATION, "StreamGenerate", request, timeout_seconds, life)
 
-    def _ask(self, call: calls.Call[calls.Answer]) -> calls.Answer:
+    def _ask(self, call: calls.Call[calls.Answer], timeout_seconds: float | None = None) -> calls.Answer:
+        limit = min(call.limit_seconds, timeout_seconds or self._timeout)
         try:
-            answer = self._connection.begin(call.service, call.method, call.request, call.timeout_seconds)
+            answer = self._connection.begin(call.service, call.method, call.request, limit)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self.address) from None
         return call.read(answer)
