@@ -291,7 +291,10 @@ def test_several_addresses_become_one_target_or_are_refused() -> None:
     for url in ("http://10.0.0.1:1", "https://10.0.0.1:1/", "10.0.0.1:1,http://10.0.0.1:1"):
         with pytest.raises(ValueError, match=r"gRPC's addresses have no https?://, say '10\.0\.0\.1:1'"):
             Target(url)
-    for good in ("dns:///a:1", "unix:///run/a", "unix:/run/a"):
+    for wrapped in ("10.0.0.1:65537", "[::1]:65536", "dns:///a:115587", "10.0.0.1:1,10.0.0.2:99999"):
+        with pytest.raises(ValueError, match=r"': \d+ is no port"):  # gRPC asked port 1, 0, 50051 and 34463
+            Target(wrapped)
+    for good in ("dns:///a:1", "unix:///run/a", "unix:/run/a", "unix:/run/a:70000", "10.0.0.1:65535", "::1"):
         assert str(Target(good)) == good
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvatlas.client.credentials import Credentials, CredentialsError, is_local, is_unix
+from kvatlas.settings import is_port
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_ADMIN_ADDRESS = "127.0.0.1:50052"
@@ -126,6 +127,9 @@ def check_addresses(addresses: Sequence[str]) -> None:
         scheme, colons, rest = each.partition("://")
         if colons and scheme.lower() in ("http", "https"):
             raise ValueError(f"{each!r}: gRPC's addresses have no {scheme}://, say {rest.rstrip('/')!r}")
+        port = "" if is_unix(each) else each.rpartition(":")[2]
+        if port.isdecimal() and not is_port(port):  # gRPC would take its last 16 bits, and ask somebody else
+            raise ValueError(f"{each!r}: {port} is no port")
 
 
 def _target_name(addresses: Sequence[str]) -> str:
