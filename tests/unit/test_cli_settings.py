@@ -10,10 +10,13 @@ import pytest
 
 from kvatlas.cli import config, connecting, dashboard, exits
 from kvatlas.cli.__main__ import EXTRAS
+from kvatlas.cli.chat import Chat, Terminal
 from kvatlas.cli.option import Option
 from kvatlas.cli.options import COMMANDS, options_of
 from kvatlas.cli.tables import print_table
 from kvatlas.client import errors
+from kvatlas.client.request import Options
+from kvatlas.client.sync import Client
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -340,6 +343,7 @@ def test_words_in_brackets_and_between_colons_are_shown_as_they_are(
     [
         ("pull random:tiny >&- 2>&- <&-", 0, ""),
         ("pull random:tiny > /dev/full", 1, "kvatlas: [Errno 28] No space left on device\n"),
+        ("load -a 127.0.0.1:1 2> /dev/full", 3, ""),  # the code still tells what the line cannot
     ],
 )
 def test_what_cannot_be_read_or_written_is_no_traceback(arguments: str, code: int, complaint: str) -> None:
@@ -352,6 +356,13 @@ def test_what_cannot_be_read_or_written_is_no_traceback(arguments: str, code: in
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (code, complaint)
+
+
+def test_a_question_that_is_not_utf_8_ends_no_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = Chat(Client("127.0.0.1:1"), Options(), "", is_quiet=True)
+    assert Terminal(chat).take("a\udcff")
+    assert capsys.readouterr().err.startswith("kvatlas: the question is not UTF-8: ")
+    assert chat.turns == []
 
 
 def test_a_narrow_terminal_cuts_no_number(

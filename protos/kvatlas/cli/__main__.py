@@ -4,7 +4,6 @@ Nothing of ours is imported before `main` catches Ctrl-C: it may come while Pyth
 """
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
@@ -26,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130  # exits.INTERRUPTED, which may not be there yet
     except BrokenPipeError:
-        _drop_output()  # who read it has left
+        exits.drop(sys.stdout)  # who read it has left
         return exits.BROKEN_PIPE
     except ModuleNotFoundError as error:
         extra = EXTRAS.get((error.name or "").partition(".")[0], "cli")
@@ -37,17 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return exits.USAGE
     except Exception as error:
         if isinstance(error, OSError) and error.errno in exits.NO_ROOM:
-            _drop_output()
+            exits.drop(sys.stdout)
         code_or_bug = exits.code_of(error)
         if code_or_bug is None:
             raise
         exits.complain(str(error))
         return code_or_bug
-
-
-def _drop_output() -> None:
-    """What could not be written: Python would try once more at exit, and complain."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def run(settings: Namespace) -> int:
         if settings.message is not None:
             chat.ask(settings.message)
             return DONE
-        _Terminal(chat).run() if sys.stdin.isatty() else _read_pipe(chat)
+        Terminal(chat).run() if sys.stdin.isatty() else _read_pipe(chat)
     return DONE
 
 
@@ -92,7 +92,7 @@ class Chat:
         print_map(self._client.page_map(), by="state")
 
 
-class _Terminal:
+class Terminal:
     """Reads questions with line editing. Ctrl-C at the prompt clears the line, a second one leaves."""
 
     def __init__(self, chat: Chat) -> None:
@@ -114,10 +114,10 @@ class _Terminal:
                 print(file=sys.stderr)
                 continue
             interrupts = 0
-            if line and not self._take(line):
+            if line and not self.take(line):
                 return
 
-    def _take(self, line: str) -> bool:
+    def take(self, line: str) -> bool:
         """One line; an answer that failed or was stopped is told, and the chat goes on."""
         try:
             if line.startswith("/"):
@@ -127,6 +127,8 @@ class _Terminal:
             print(" [stopped]")
         except KvatlasError as error:
             complain(str(error))
+        except UnicodeError as error:
+            complain(f"the question is not UTF-8: {error}")
         return True
 
 

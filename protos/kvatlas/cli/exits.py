@@ -1,8 +1,9 @@
 """How a command ends: one line on stderr, and a code that a script can tell apart."""
 
 import errno
+import os
 import sys
-from typing import Final
+from typing import Final, TextIO
 
 DONE: Final = 0
 FAILED: Final = 1
@@ -27,8 +28,16 @@ class CommandFailed(Exception):
 
 
 def complain(message: str) -> None:
-    """One line on stderr, whatever the message holds."""
-    print("kvatlas: " + " ".join(message.split()), file=sys.stderr, flush=True)
+    """One line on stderr, whatever the message holds; where it cannot be written the code still tells."""
+    try:
+        print("kvatlas: " + " ".join(message.split()), file=sys.stderr, flush=True)
+    except OSError:
+        drop(sys.stderr)
+
+
+def drop(stream: TextIO) -> None:
+    """What of it could not be written: Python would try once more at exit, and end with a code of its own."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def code_of(error: Exception) -> int | None:
