@@ -50,6 +50,8 @@ def test_every_sampling_flag_reaches_its_field() -> None:
     assert dict(sampling.logit_bias) == {3: -1.5}
     assert stop.max_duration.ToMilliseconds() == 2500
     assert (spec.cache.read, spec.cache.write, spec.cache.salt) == (False, False, "s")
+    assert spec.cache.HasField("read")  # what is unsaid reads as False, and is on
+    assert spec.cache.HasField("write")
     assert (spec.scheduling.priority, spec.scheduling.queue_timeout.ToSeconds()) == (-3, 1)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvatlas.client.errors import DeadlineExceeded, KvatlasError, Unavailable
+from kvatlas.client.errors import DeadlineExceeded, Incomplete, KvatlasError, Unavailable
 from kvatlas.client.events import Queued
 from kvatlas.client.resume import MAX_CALLS_WITHOUT_PROGRESS
 from kvatlas.v1 import generation_pb2 as pb
@@ -115,3 +115,25 @@ def test_a_request_that_is_lost_again_and_again_without_a_new_token_is_given_up(
         course.take(delta(5, 0, 0, 3, ids=True))
     with pytest.raises(Unavailable):
         course.wait_seconds(lost())
+
+
+def test_a_call_that_goes_on_has_what_is_left_of_the_time() -> None:
+    clock = Clock()
+    course = course_of(stream_request(), clock=clock, timeout_seconds=60.0)
+    clock.now += 2
+    request, seconds = course.next_call()
+    assert seconds == pytest.approx(58)
+    course.take(started(request, 5))
+    clock.now += 20
+    wait = course.wait_seconds(lost())
+    clock.now += wait
+    assert course.next_call()[1] == pytest.approx(38 - wait)
+    clock.now += 100
+    assert course.next_call()[1] == 0  # and never less: gRPC takes no negative deadline
+
+
+def test_a_call_that_ends_well_without_its_summary_is_incomplete() -> None:
+    course = course_of(stream_request())
+    course.take(started(course.next_call()[0], 5))
+    with pytest.raises(Incomplete, match="without its summary"):
+        course.end()
