@@ -78,6 +78,10 @@ def test_the_summary_tells_trouble_and_what_was_not_looked_up() -> None:
     assert "tokens/s" not in lines[0]
     assert "2 copied" in lines[1]
     assert "1 preemption, 9 tokens computed again" in lines[1]
+    assert "resumed" not in lines[1]
+    assert describe(Summary(Usage(20, 1, None, bill, resumes=3), Timing(0, 0, 0.25, 2.0)))[1].endswith(
+        " · resumed 3 times"
+    )
     assert describe(summary(None, bill), client_resumes=2)[2].endswith("went on (2 times)")
     assert "5 had been evicted" in describe(summary(Prefix(0, 10, 5, 5), bill))[0]
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from kvatlas.client.aio import AsyncClient
-from kvatlas.client.errors import DeadlineExceeded, Incomplete, Refused, Unavailable
+from kvatlas.client.errors import DeadlineExceeded, Incomplete, Refused, ServerFailure, Unavailable
 from kvatlas.client.page_map import PageMap
 from kvatlas.client.sync import Client
-from kvatlas.client.watch import Reconnect
+from kvatlas.client.watch import Reconnect, watch_load
 from kvatlas.v1 import cache_pb2 as pb
-from kvatlas.v1 import cache_pb2_grpc
+from kvatlas.v1 import cache_pb2_grpc, server_pb2
 
 FREE, ACTIVE, CACHED, RESERVED = (
     pb.PAGE_STATE_FREE,
@@ -249,6 +249,23 @@ def test_a_watch_whose_deadline_passes_goes_on_at_once_but_never_in_a_tight_loop
 def test_a_watch_that_was_refused_does_not_come_back() -> None:
     with pytest.raises(Refused):
         Reconnect(60.0, lambda: 0.0).wait_seconds(Refused("too many watches", reason="WATCH_LIMIT"))
+
+
+def test_a_watch_survives_a_broken_connection_and_no_failure_that_its_server_tells() -> None:
+    broken = ServerFailure("RST_STREAM", code="INTERNAL")
+    assert Reconnect(60.0, lambda: 0.0).wait_seconds(broken) == 0.1
+    told = ServerFailure("a bug", code="INTERNAL", reason="INTERNAL")
+    with pytest.raises(ServerFailure):
+        Reconnect(60.0, lambda: 0.0).wait_seconds(told)
+
+
+def test_each_loss_of_a_watch_is_the_first_again_once_a_message_came() -> None:
+    watch = watch_load(1.0, 60.0)
+    lost = Unavailable("gone")
+    for _ in range(3):
+        assert [watch.reconnect.wait_seconds(lost) for _ in range(3)] == [0.1, 0.2, 0.4]
+        message = server_pb2.WatchLoadResponse(load=server_pb2.Load(active_requests=3))
+        assert watch.take(message) == message.load
 
 
 class SilentServer(cache_pb2_grpc.CacheServiceServicer):

@@ -137,3 +137,18 @@ def test_a_call_that_ends_well_without_its_summary_is_incomplete() -> None:
     course.take(started(course.next_call()[0], 5))
     with pytest.raises(Incomplete, match="without its summary"):
         course.end()
+
+
+def test_any_number_of_losses_is_survived_while_each_call_brings_a_token() -> None:
+    course = course_of(stream_request())
+    for number in range(3 * MAX_CALLS_WITHOUT_PROGRESS):
+        course.take(started(course.next_call()[0], 5))
+        course.take(delta(5, 0, 0, number + 1, ids=True))
+        assert course.wait_seconds(lost()) > 0
+
+
+@pytest.mark.parametrize(("chance", "wait"), [(0.0, 0.05), (0.5, 0.075), (1.0, 0.1)])
+def test_clients_that_lost_the_same_server_do_not_come_back_together(chance: float, wait: float) -> None:
+    course = course_of(stream_request(), chance=lambda: chance)
+    course.take(started(course.next_call()[0], 5))
+    assert course.wait_seconds(lost()) == pytest.approx(wait)
