@@ -84,6 +84,21 @@ def test_generate_reads_stdin_and_prints_json(fake_server: Any) -> None:
     assert json.loads(second.stdout)["choices"] == answer["choices"]
 
 
+def test_json_is_the_same_where_the_output_is_not_utf_8(fake_server: Any) -> None:
+    """Each letter that the encoding does not have was a question mark."""
+    done = subprocess.run(
+        [*COMMAND, "generate", "hi", "--json", "-n", "60", "--seed", "3", "--address", fake_server.address],
+        env={**ENVIRONMENT, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+    )
+    with Client(fake_server.address) as client:
+        text = client.generate("hi", max_tokens=60, seed=3).text
+    assert not text.isascii()
+    assert json.loads(done.stdout)["choices"][0]["text"] == text
+
+
 def test_generate_takes_token_ids_and_several_samples(fake_server: Any) -> None:
     flags = ("--token-ids", "--samples", "3", "-n", "3", "--seed", "7", "--ignore-eos")
     done = kvatlas("generate", "1, 2 3", *flags, server=fake_server)

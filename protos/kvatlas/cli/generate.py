@@ -25,7 +25,7 @@ def run(settings: Namespace) -> int:
     ):
         if settings.json:
             generation = gather(stream)
-            print(json.dumps(_as_json(generation), ensure_ascii=False))
+            print(json.dumps(_as_json(generation)))
             return DONE
         summary = _print_one(stream) if (settings.samples or 1) == 1 else _print_many(stream)
     if not settings.quiet:
