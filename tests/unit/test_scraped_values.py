@@ -120,7 +120,7 @@ def test_each_figure_has_its_own_name_and_label(registry: CollectorRegistry) -> 
     for name, values in VALUES.items():
         wanted |= {f"kvatlas_{name % label}": float(value) for label, value in values.items()}
     found = {
-        sample.name + ("{%s=%s}" % (label, f'"{value}"') if label else ""): sample.value
+        sample.name + (f'{{{label}="{value}"}}' if label else ""): sample.value
         for family in registry.collect()
         if family.type not in ("histogram", "info") and family.name != "kvatlas_integrity_checks"
         for sample in family.samples

@@ -21,11 +21,18 @@ def request(arrival: float, num_prompt: int, num_output: int) -> TraceRequest:
 
 
 def run(
-    requests: Sequence[TraceRequest], *, seconds: float, num_pages: int = 64, count_from: float = 0.0
+    requests: Sequence[TraceRequest],
+    *,
+    seconds: float,
+    num_pages: int = 64,
+    count_from: float = 0.0,
+    resolution: int = 1,
 ) -> Counts:
     trace = Trace(requests, 8, PAGE_SIZE, num_pages, "lru", Limits(8, 256, 512), seconds)
     setting = Setting(num_pages, PAGE_SIZE, "lru")
-    return Simulation(trace, setting, StepTime(STEP_SECONDS), count_from=count_from).run()
+    return Simulation(
+        trace, setting, StepTime(STEP_SECONDS), resolution=resolution, count_from=count_from
+    ).run()
 
 
 EVICTING = [request(at, 100, 10) for at in range(20)]  # on 12 pages: each needs those of the one before
@@ -95,3 +102,26 @@ def test_only_what_is_wasted_after_the_warm_up_counts() -> None:
     counts = run([request(0.0, 20, 50), request(60.0, 20, 50)], seconds=100.0, count_from=60.0)
     assert counts.seconds == 40.0
     assert counts.wasted_slot_seconds == pytest.approx(wasted_by_one(20, 50))
+
+
+def test_units_of_eight_tokens_are_said_in_tokens() -> None:
+    """Three units of prompt and four of output, in pages of two: one unit is empty, then none, then one."""
+    counts = run([request(0.0, 24, 25)], seconds=0.0, resolution=8)
+    assert counts.seconds == pytest.approx(4 * 8 * STEP_SECONDS)
+    assert counts.wasted_slot_seconds == pytest.approx((8 + 0 + 8) * 8 * STEP_SECONDS)
+    assert counts.fragmentation == pytest.approx((8 + 0 + 8) / ((2 + 2 + 3) * PAGE_SIZE))
+    assert (counts.prompt_tokens_computed, counts.output_tokens) == (24, 32)
+
+
+def test_what_was_computed_again_in_units_is_said_in_tokens() -> None:
+    crowd = [request(0.0, 32, 96) for _ in range(4)]
+    roomy, tight = (run(crowd, seconds=0.0, num_pages=pages, resolution=8) for pages in (64, 20))
+    assert (roomy.preemptions, roomy.recomputed_tokens, roomy.prompt_tokens_computed) == (0, 0, 128)
+    assert tight.preemptions == 2
+    assert tight.recomputed_tokens == tight.prompt_tokens_computed - 128 - 2 * 8 > 0, "a last unit had no KV"
+
+
+def test_only_what_is_refused_after_the_warm_up_counts() -> None:
+    too_long = [request(at, 400, 10) for at in (0.0, 5.0, 9.0)]
+    assert run(too_long, num_pages=12, seconds=10.0).num_refused == 3
+    assert run(too_long, num_pages=12, seconds=10.0, count_from=5.0).num_refused == 2
