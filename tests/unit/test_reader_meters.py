@@ -11,11 +11,12 @@ from worker.readers.buckets import Buckets
 from worker.readers.constraint_meter import ConstraintMeter
 from worker.readers.event_arrays import EventArrays
 from worker.readers.ledger import Ledger
+from worker.readers.lives import PageLives
 from worker.readers.load import LoadMeter
 from worker.readers.memory import READ_SECONDS, MemoryMeter
 from worker.readers.metric_table import BANDS, MEMORY_KINDS
 from worker.readers.pressure import PressureMeter
-from worker.readers.reuse import REMEMBERED_POOLS, ReuseDistances
+from worker.readers.reuse import REMEMBERED_POOLS, SAMPLED_PAGES, ReuseDistances
 from worker.readers.step_meter import StepMeter
 from worker.stats import EngineCounts, PoolTotals, StepStats
 
@@ -208,3 +209,57 @@ def test_constraints_are_counted_by_where_they_came_from_and_masks_by_row() -> N
     assert meter.lookups == {("hit",): 2, ("miss",): 1}
     found = {key[0]: (sum(counts), total) for key, (counts, total) in meter.frozen().items()}
     assert found == {"constraint_compile_seconds": (1, 0.5), "constraint_mask_seconds": (1, 0.125)}
+
+
+def test_of_a_large_pool_as_many_contents_are_remembered_as_eight_samples_of_it_have() -> None:
+    ledger, meter = Ledger(2 * SAMPLED_PAGES, 16), ReuseDistances(2 * SAMPLED_PAGES)
+    kept = REMEMBERED_POOLS * SAMPLED_PAGES
+    meter.fold(ledger, sealed(1, *range(1, kept + 2), 1))
+    ((counts, _),) = meter.frozen().values()
+    assert sum(counts) == 0, "the first is forgotten"
+    meter.fold(ledger, sealed(kept + 3, kept + 1))
+    ((counts, total),) = meter.frozen().values()
+    assert (sum(counts), total) == (1, 3.0), "one other of a sample of half, itself included"
+
+
+LIFE = [(Kind.ALLOCATED, 1), (Kind.SEALED, 1), (Kind.RELEASED, 0), (Kind.CACHED, 0), (Kind.EVICTED, 0)]
+
+
+def lives_of(meter: PageLives) -> dict[str, tuple[int, float]]:
+    found = meter.frozen()
+    ends = {end: found["page_lifetime_seconds", (end,)] for end in ("freed", "evicted")}
+    return {end: (sum(counts), total) for end, (counts, total) in ends.items()}
+
+
+def test_after_a_loss_a_page_that_was_evicted_before_it_has_another_life() -> None:
+    """What frees it later is the end of that, not of the one that was counted as evicted."""
+    meter, ledger = PageLives(1), Ledger(1, 16)
+    meter.fold(ledger, columns(1, *[(kind, 0, refs, 5, 1_000_000) for kind, refs in LIFE]))
+    meter.restart()
+    ledger.fold_arrays(columns(1, (Kind.ALLOCATED, 0, 1, 0, 4_000_000)))
+    meter.fold(ledger, columns(2, (Kind.RELEASED, 0, 0, 0, 6_000_000), (Kind.FREED, 0, 0, 0, 6_000_000)))
+    assert lives_of(meter) == {"freed": (1, 2.0), "evicted": (1, 0.0)}
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_a_life_over_the_wrap_of_milliseconds_has_its_length(cut: int) -> None:
+    """32 bits of them are 49.7 days; in one batch or in two."""
+    wrap_us = (1 << 32) * 1000
+    meter, ledger = PageLives(1), Ledger(1, 16)
+    events = [(Kind.ALLOCATED, 0, 1, 0, wrap_us - 500_000), (Kind.RELEASED, 0, 0, 0, wrap_us + 1_500_000)]
+    events.append((Kind.FREED, 0, 0, 0, wrap_us + 1_500_000))
+    for batch in (columns(1, *events[:cut]), columns(1 + cut, *events[cut:])):
+        meter.fold(ledger, batch)
+        ledger.fold_arrays(batch)
+    assert lives_of(meter) == {"freed": (1, 2.0), "evicted": (0, 0.0)}
+    assert ledger.used_ms.tolist() == [1500, 0]
+
+
+def test_after_a_loss_cached_pages_are_available() -> None:
+    meter, ledger = PressureMeter(1, 0), Ledger(1, 16)
+    meter.fold(ledger, columns(1, (Kind.ALLOCATED, 0, 1, 0, 1_000_000)))
+    meter.run_to(2_000_000)
+    ledger.fold_arrays(columns(1, *[(kind, 0, refs, 5, 0) for kind, refs in LIFE[:-1]]))
+    meter.restart(ledger)
+    meter.run_to(5_000_000)
+    assert meter.seconds() == {"ok": 4.0, "low": 0.0, "critical": 0.0, "exhausted": 1.0}

@@ -13,10 +13,12 @@ from worker.scheduling.step import Step
 from worker.trace import mooncake
 from worker.trace.building import trace_requests
 from worker.trace.counts import NUM_STRETCHES, Counts, Setting
+from worker.trace.estimate import EstimateTask, estimate
 from worker.trace.observed import observe
 from worker.trace.step_time import MIN_STEPS, StepTime, fit
 from worker.trace.what_if import result_of, settings_of
 from worker.trace.workload import Limits, Trace
+from worker.traffic import StepCount
 
 
 def admitted(lookups: list[tuple[int, int]]) -> Counts:
@@ -189,3 +191,90 @@ def test_a_multiple_of_the_pool_has_as_many_slots_whatever_the_page() -> None:
         (32, 25),
         (32, 7),
     ]
+
+
+def test_who_comes_back_after_a_preemption_is_no_other_request() -> None:
+    """Tokens that the last unit of a prompt does not have are taken from those that no page is for."""
+    counts = Counts(Setting(8, 16, "lru"), resolution=8)
+    counts.admit(SequenceStart(SequenceId(1), PrefixCounts(2, 4, 0, 1), 2, 0.5, False), excess=3)
+    counts.admit(SequenceStart(SequenceId(1), None, 0, 9.0, True))
+    assert (counts.num_requests, counts.queue_seconds, counts.lookups) == (1, [0.5], [(16, 53)])
+    assert (counts.unaligned_tokens, counts.looked_up_tokens) == (5, 53)
+
+
+def at_each_second(first: int, last: int) -> list[LoggedRequest]:
+    """Requests of 20 tokens that took a second."""
+    return [
+        LoggedRequest(
+            second * 1_000_000,
+            0,
+            SequenceId(second),
+            f"r{second}",
+            1,
+            20,
+            9,
+            0,
+            True,
+            True,
+            array("Q", [2 * second, 2 * second + 1]),
+            ends=[
+                LoggedEnd(
+                    (second + 1) * 1_000_000, 0, SequenceId(second), 3, 1, 0, (0, 16, 0, 4), 0, array("Q")
+                )
+            ],
+        )
+        for second in range(first, last + 1)
+    ]
+
+
+STEPS = [
+    StepCount(0, 0, 0.01 + 1e-4 * prompt + 1e-3 * decode, prompt, decode, 0)
+    for prompt in range(0, 30, 3)
+    for decode in range(5)
+]
+
+
+@pytest.mark.parametrize(
+    ("is_whole", "window_s", "from_s", "count"),
+    [
+        (True, 0, 0, 7),
+        (True, 100, 0, 7),  # longer than the worker lives
+        (True, 4, 8, 2),
+        (False, 0, 6, 4),  # the first third of nine seconds is its warm-up
+        (False, 100, 6, 4),
+        (False, 4, 8, 2),
+    ],
+)
+def test_estimated_and_observed_are_of_the_same_stretch(
+    is_whole: bool, window_s: int, from_s: int, count: int
+) -> None:
+    """Requests of the seconds 3 to 9 of twelve; one that comes where it begins is in it."""
+    requests = at_each_second(3, 9)
+    setting = Setting(8, 16, "lru")
+    task = EstimateTask(
+        settings=(setting,),
+        limits=Limits(8, 256, 512),
+        page_size=16,
+        num_pages=8,
+        policy="lru",
+        granularity=8,
+        end_us=12_000_000,
+        window_us=window_s * 1_000_000,
+        is_whole=is_whole,
+        steps=STEPS,
+        looks=(),
+        num_requests=len(requests),
+    )
+    found = estimate(task, requests)
+    assert (found["start_us"], found["duration_us"]) == (from_s * 1_000_000, (12 - from_s) * 1_000_000)
+    assert (found["request_count"], found["token_count"]) == (count, 20 * count)
+    (today,), observed = found["estimates"], found["observed"]  # type: ignore[misc]
+    for figures in (today, observed):
+        assert [figures[name] for name in ("hit_tokens", "miss_cold_tokens", "unaligned_tokens")] == [
+            0,
+            16 * count,
+            4 * count,
+        ]
+    # Twelve slots are empty behind the prompt, then eleven, while such steps last; then none to the end.
+    wasted = 12 * (0.01 + 20 * 1e-4) + 11 * (0.01 + 1e-3)
+    assert today["mean_wasted_slots"] == pytest.approx(count * wasted / (12 - from_s))
