@@ -16,8 +16,17 @@ from worker.trace.counts import NUM_STRETCHES, Counts, Setting
 from worker.trace.estimate import EstimateTask, estimate
 from worker.trace.observed import observe
 from worker.trace.step_time import MIN_STEPS, StepTime, fit
-from worker.trace.what_if import result_of, settings_of
-from worker.trace.workload import Limits, Trace
+from worker.trace.what_if import (
+    COARSEST,
+    EXACT_REQUESTS,
+    BadQuestion,
+    Question,
+    notes_of,
+    resolution_of,
+    result_of,
+    settings_of,
+)
+from worker.trace.workload import CachedPage, Limits, Trace
 from worker.traffic import StepCount
 
 
@@ -278,3 +287,44 @@ def test_estimated_and_observed_are_of_the_same_stretch(
     # Twelve slots are empty behind the prompt, then eleven, while such steps last; then none to the end.
     wasted = 12 * (0.01 + 20 * 1e-4) + 11 * (0.01 + 1e-3)
     assert today["mean_wasted_slots"] == pytest.approx(count * wasted / (12 - from_s))
+
+
+def question(num_requests: int, granularity: int, *settings: Setting) -> Question:
+    requests = trace_requests(at_each_second(1, num_requests), 0, 512)
+    trace = Trace(requests, granularity, 16, 100, "lru", Limits(8, 256, 512), 1.0)
+    return Question(trace, MODEL, settings)
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "granularity", "page_sizes", "resolution"),
+    [
+        (EXACT_REQUESTS, 8, (16,), 1),
+        (EXACT_REQUESTS + 1, 8, (16,), COARSEST),
+        (EXACT_REQUESTS + 1, 512, (512, 1024), COARSEST),
+        (EXACT_REQUESTS + 1, 8, (16, 4), 4),
+        (EXACT_REQUESTS + 1, 8, (16, 3), 1),
+    ],
+)
+def test_units_divide_pages_and_keys_and_are_eight_tokens_at_most(
+    num_requests: int, granularity: int, page_sizes: tuple[int, ...], resolution: int
+) -> None:
+    settings = [Setting(8, size, "lru") for size in page_sizes]
+    assert resolution_of(question(num_requests, granularity, *settings)) == resolution
+
+
+def test_what_makes_answers_less_than_exact_is_said_where_it_holds() -> None:
+    trace = Trace([], 8, 16, 100, "lru", Limits(8, 256, 512), 1.0, cached=[CachedPage(1, None, 0)])
+    as_large = [Setting(100, 16, "lru"), Setting(200, 8, "lru")]
+    assert notes_of(trace, as_large, None) == []
+    (larger,) = notes_of(trace, [*as_large, Setting(51, 32, "lru")], None)
+    assert "warm" in larger
+    (finer,) = notes_of(trace, [Setting(8, 12, "lru"), Setting(8, 4, "lru")], None)
+    assert "pages of 4, 12 a prefix" in finer
+
+
+def test_a_pool_of_one_page_is_a_setting_and_one_of_none_is_not() -> None:
+    trace = Trace([], 8, 16, 100, "lru", Limits(8, 256, 512), 1.0)
+    assert settings_of(trace, ["0.01x", "1"], [], []) == [Setting(1, 16, "lru")] * 2
+    for text in ("0", "0.001x", "-1", "-1x"):
+        with pytest.raises(BadQuestion, match="pages are not possible"):
+            settings_of(trace, [text], [], [])
