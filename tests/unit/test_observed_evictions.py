@@ -9,9 +9,14 @@ from worker.execution.testing import small_config
 from worker.readers import samples
 from worker.readers.prefix_keys import PrefixKeys
 from worker.readers.recorder import RecordingOptions
-from worker.readers.samples import RequestLog
+from worker.readers.samples import PoolLook, RequestLog
+from worker.trace.counts import Setting
+from worker.trace.estimate import EstimateTask, estimate
 from worker.trace.loading import load
 from worker.trace.testing import RecordedWorker
+from worker.trace.workload import Limits
+
+LOOKS = ((1_000_000, 10), (4_700_000, 20), (5_700_000, 40), (6_700_000, 70))  # time, evictions
 
 
 def fill(worker: RecordedWorker, first_token: int, requests: int) -> None:
@@ -47,3 +52,38 @@ def test_looks_cover_all_of_the_time_however_long_it_is(monkeypatch: pytest.Monk
     gaps = [later.time_us - look.time_us for look, later in pairwise(looks)]
     assert max(gaps) <= 1_000_000_000 // 8
     assert looks[-1].evictions_total - looks[0].evictions_total > 800
+
+
+@pytest.mark.parametrize(
+    ("window_us", "evictions"),
+    [
+        (0, 70),  # all of them: those before the first look as well
+        (1_000_000, 30),  # it has one look, and what came since the one before it
+        (600_000, 30),
+        (2_400_000, 50),
+        (7_000_000, 70),
+        (100_000, None),  # nobody looked
+    ],
+)
+def test_evictions_are_counted_from_the_last_look_before_the_window(
+    window_us: int, evictions: int | None
+) -> None:
+    """It said 0 of a window with a single look."""
+    task = EstimateTask(
+        settings=(Setting(8, 16, "lru"),),
+        limits=Limits(8, 256, 512),
+        page_size=16,
+        num_pages=8,
+        policy="lru",
+        granularity=8,
+        end_us=7_200_000,
+        window_us=window_us,
+        is_whole=True,
+        steps=(),
+        looks=[PoolLook(time_us, total, 4) for time_us, total in LOOKS],
+        num_requests=0,
+    )
+    observed = estimate(task, ())["observed"]
+    assert isinstance(observed, dict)
+    assert observed["evictions"] == evictions
+    assert observed["mean_wasted_slots"] == (None if evictions is None else 4.0)

@@ -10,6 +10,7 @@ from worker.pages.events import EventRing, PageEventKind
 from worker.readers import delta
 from worker.readers.audit import (
     KEPT_FINDINGS,
+    LOGGED_FINDINGS,
     AuditBook,
     AuditClock,
     AuditRound,
@@ -17,7 +18,7 @@ from worker.readers.audit import (
     compare_spans,
 )
 from worker.readers.buckets import Buckets
-from worker.readers.delta import snapshot_parts, totals
+from worker.readers.delta import snapshot_parts, take_delta, totals
 from worker.readers.ledger import Ledger
 from worker.readers.load import LoadMeter
 from worker.readers.metric_table import CHECKS
@@ -78,6 +79,16 @@ def test_only_the_newest_findings_are_kept_and_all_are_counted() -> None:
     assert len(book.findings) == KEPT_FINDINGS
     assert (book.findings[-1].page, book.findings[0].page) == (30, 16)
     assert book.num_findings == 30_000
+
+
+def test_a_round_logs_sixteen_findings_and_the_book_has_the_newest_sweep(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    book = AuditBook()
+    findings = [Finding("trie", f"page {number}", "a", "b", page=number) for number in range(50)]
+    book.record(AuditRound(CHECKS, findings, 50, frozenset({"trie"}), 0.25, 7, num_sweeps=3))
+    assert caplog.text.count("event=audit_failed") == LOGGED_FINDINGS
+    assert (book.num_sweeps, book.last_seconds, len(book.findings)) == (3, 0.25, 50)
 
 
 def test_rows_are_compared_to_the_first_difference() -> None:
@@ -187,6 +198,29 @@ def test_a_snapshot_comes_in_parts_that_any_client_can_take(monkeypatch: pytest.
     sequences = [part for part in parts if part.pages is None]
     assert [len(part.sequences) for part in sequences] == [2, 2, 1]
     assert [part.parts_left for part in parts] == [6, 5, 4, 3, 2, 1, 0]
+
+
+def test_a_sequence_larger_than_a_part_is_one_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta, "MAX_SEQUENCE_BYTES_PER_PART", 2000)
+    book = SequenceBook(16)
+    for number, pages in ((1, 1000), (2, 1), (3, 1000)):
+        book.change(view(number, number, tuple(range(pages))), Fills())
+    _, *parts = snapshot_parts(Ledger(8, 16), book)
+    assert [[each.owner for each in part.sequences] for part in parts] == [[1], [2], [3]]
+    empty = list(snapshot_parts(Ledger(1, 16), SequenceBook(16)))
+    assert [(part.first_page, part.parts_left) for part in empty] == [(0, 0)]
+
+
+def test_an_end_alone_is_a_change() -> None:
+    ledger, book = Ledger(4, 16), SequenceBook(16)
+    assert take_delta(ledger, book, 0).is_empty
+    book.change(view(1, 7), Fills())
+    book.change(view(2, 0), Fills())
+    assert not take_delta(ledger, book, 0).is_empty
+    for number in (1, 2):
+        book.end(number)  # type: ignore[arg-type]
+        assert not take_delta(ledger, book, 0).is_empty
+    assert take_delta(ledger, book, 0).is_empty
 
 
 def test_an_owner_number_that_is_given_again_within_one_delta_is_ended_first() -> None:

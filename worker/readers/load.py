@@ -33,14 +33,13 @@ class LoadMeter:
 
     def view(self, now: float, counts: EngineCounts, pool: PoolTotals) -> LoadView:
         """The load now."""
-        newest = _Sample(now, counts, self._steps, self._step_seconds)
-        if now - self._samples[-1].time >= SAMPLE_SECONDS:
-            self._samples.append(newest)
-        while len(self._samples) > 1 and now - self._samples[1].time >= HIT_SECONDS:
-            self._samples.popleft()
         recent = next(
             (sample for sample in self._samples if now - sample.time <= RATE_SECONDS), self._samples[-1]
-        )
+        )  # before this one is among them: after a long turn it would be the only one within reach
+        if now - self._samples[-1].time >= SAMPLE_SECONDS:
+            self._samples.append(_Sample(now, counts, self._steps, self._step_seconds))
+        while len(self._samples) > 1 and now - self._samples[1].time >= HIT_SECONDS:
+            self._samples.popleft()
         seconds = max(now - recent.time, SAMPLE_SECONDS)
         steps = self._steps - recent.steps
         return LoadView(

@@ -40,7 +40,7 @@ class Counts:
     prompt_tokens_computed: int = 0
     output_tokens: int = 0
     num_steps: int = 0
-    seconds: float = 0.0  # of virtual time
+    seconds: float = 0.0  # of virtual time, to the end of the trace or of its last request
     queue_seconds: list[float] = field(default_factory=list)  # of each request admitted
     lookups: list[tuple[int, int]] = field(default_factory=list)  # hit and all tokens of each, in order
     wasted_slot_seconds: float = 0.0

@@ -126,9 +126,14 @@ def _step_time(steps: Sequence[StepCount]) -> StepTime:
 
 def _observed(task: EstimateTask, requests: Sequence[LoggedRequest], from_us: int) -> Observed:
     looks = [look for look in task.looks if from_us <= look.time_us <= task.end_us]
-    evictions = looks[-1].evictions_total - looks[0].evictions_total if looks else None
+    evictions = looks[-1].evictions_total - _evictions_before(task, from_us) if looks else None
     wasted = sum(look.unfilled_slots for look in looks) / len(looks) if looks else None
     return observe(requests, from_us, task.end_us, evictions=evictions, mean_wasted_slots=wasted)
+
+
+def _evictions_before(task: EstimateTask, from_us: int) -> int:
+    """As of the last look until then, so that both ends are late by as much; a worker begins with none."""
+    return max([look.evictions_total for look in task.looks if look.time_us <= from_us], default=0)
 
 
 def _figures(counts: Counts) -> dict[str, object]:

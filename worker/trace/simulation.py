@@ -25,7 +25,8 @@ from worker.trace.step_time import StepTime
 from worker.trace.warm_start import fill_cache
 from worker.trace.workload import Limits, Trace, TraceRequest
 
-LOOK_STEPS = 64  # between two looks at waste and progress
+LOOK_STEPS = 64
+"""Between two looks at waste and progress, or as many as sequences run: a look costs as much as there are."""
 _ENDED = repeat(0)  # tokens of a sequence that ended behind the launch: nobody looks at them
 
 
@@ -75,6 +76,7 @@ class Simulation:
         self._cuts: list[tuple[float, int]] = []  # heap: when sequences without output were ended
         self._num_turns = 0
         self._looked = 0.0
+        self._looked_turn = 0
 
     def run(self) -> Counts:
         """Until all requests have ended whose end is known. Raises Cancelled."""
@@ -88,6 +90,9 @@ class Simulation:
             if not self._waiting and not self._whole and self._now >= self._trace.seconds:
                 break
         self._look()
+        self._stand_until(self._trace.seconds)  # means are over all of it
+        if self._now < self._count_from:  # all of it was warm-up
+            self.counts.start(self.scheduler)
         self.counts.finish(self.scheduler, self._now, self._count_from)
         return self.counts
 
@@ -153,13 +158,14 @@ class Simulation:
         for columns in scheduler.take_outputs().values():
             self._collect(columns)
         self._num_turns += 1
-        if self._num_turns % LOOK_STEPS == 0:
+        num_running = len(step.sequence_ids) if step is not None else 1
+        if self._num_turns - self._looked_turn >= min(LOOK_STEPS, num_running):
             self._look()
         return is_busy
 
     def _commit_oldest(self) -> None:
         step, ready = self._in_flight.popleft()
-        self._now = max(self._now, ready)
+        self._go_on_to(ready)
         ids = step.sequence_ids
         if len(step.sampled) < len(ids):
             ids = [ids[at] for at in step.sampled]
@@ -187,16 +193,33 @@ class Simulation:
         times += [self._cuts[0][0]] if self._cuts else []
         if not times:
             return False
-        self._now = max(self._now, min(times))
+        self._stand_until(min(times))
         return True
+
+    def _stand_until(self, time: float) -> None:
+        """Nothing runs until then: what was not looked at before is not what it is meanwhile."""
+        began = self._now
+        self._go_on_to(time)
+        self._count_waste(began, self._now)
+        self._looked += self._now - began
+
+    def _go_on_to(self, time: float) -> None:
+        """Later, or still now; totals count from where the warm-up ends."""
+        if self._now < self._count_from <= time:
+            self.counts.start(self.scheduler)
+        self._now = max(self._now, time)
 
     def _look(self) -> None:
         """Waste since the last look, and the word to whoever waits."""
-        if self._now >= self._count_from:
-            self.counts.look(self.scheduler, self._now - max(self._looked, self._count_from))
-        self._looked = self._now
+        self._count_waste(self._looked, self._now)
+        self._looked, self._looked_turn = self._now, self._num_turns
         if not self._progress(self._now):
             raise Cancelled
+
+    def _count_waste(self, since: float, until: float) -> None:
+        since = max(since, self._count_from)
+        if until > since:
+            self.counts.look(self.scheduler, until - since)
 
 
 def scheduler_config(limits: Limits, setting: Setting, resolution: int = 1) -> SchedulerConfig:
