@@ -22,6 +22,15 @@ from service.testing import RunningService, running_service
 from service.testing_callers import Caller, Told
 from service.testing_fleet import FAULTY_TOKENS, WorkerProcess, wait_for
 
+FIVE_ATTEMPTS: dict[str, Any] = {
+    "maxAttempts": 5,
+    "initialBackoff": "0.01s",
+    "maxBackoff": "0.01s",
+    "backoffMultiplier": 1,
+    "retryableStatusCodes": ["UNAVAILABLE"],
+}
+"""A client's retryPolicy (gRFC A6) that asks again at once."""
+
 PAGES, ROWS, QUEUE = 64, 2, 12
 CONTEXT = PAGES * 16
 SLOW = chr(FAULTY_TOKENS["slow_steps"]) * 8

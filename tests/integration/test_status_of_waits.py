@@ -12,7 +12,18 @@ from kvatlas.v1 import cache_pb2, server_pb2
 from kvatlas.v1 import generation_pb2 as pb
 from service.testing_callers import SECONDS, Caller, Told, both, told
 from service.testing_fleet import wait_for
-from tests.status_stack import CONTEXT, QUEUE, TOKENS, Row, Stack, cases_of, check_row, slow, spec_of
+from tests.status_stack import (
+    CONTEXT,
+    FIVE_ATTEMPTS,
+    QUEUE,
+    TOKENS,
+    Row,
+    Stack,
+    cases_of,
+    check_row,
+    slow,
+    spec_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +41,8 @@ def queue_full(stack: Stack) -> Told:
 
 
 def queue_full_third_attempt(stack: Stack) -> Told:
-    policy = {
-        "maxAttempts": 5,
-        "initialBackoff": "0.01s",
-        "maxBackoff": "0.01s",
-        "backoffMultiplier": 1,
-        "retryableStatusCodes": ["UNAVAILABLE"],
-    }
     names = [{"service": "kvatlas.v1.GenerationService"}]
-    config = json.dumps({"methodConfig": [{"name": names, "retryPolicy": policy}]})
+    config = json.dumps({"methodConfig": [{"name": names, "retryPolicy": FIVE_ATTEMPTS}]})
     options = [("grpc.service_config", config), ("grpc.enable_retries", 1)]
     with stack.busy(QUEUE), grpc.insecure_channel(stack.running.address, options) as channel:
         return told(lambda: Caller(channel, stack.admin, TOKENS["user"]).generate(spec_of()))

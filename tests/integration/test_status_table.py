@@ -16,6 +16,7 @@ from kvatlas.v1 import generation_pb2_grpc, server_pb2, server_pb2_grpc
 from service.request import AbortReason
 from service.testing import Refusal, RunningService, running_service
 from service.testing_worker import ScriptedWorker, WorkerScript
+from tests.status_stack import FIVE_ATTEMPTS
 
 ENDLESS = {"fake.step_ms": "250"}  # for two minutes
 WAITING = {"fake.wait_ms": "600000"}
@@ -206,15 +207,10 @@ def test_draining_and_not_ready_say_when_to_come_back(stub: Any) -> None:
 
 
 def test_the_third_attempt_at_a_full_queue_is_the_last(running: RunningService) -> None:
-    policy = {
-        "maxAttempts": 5,
-        "initialBackoff": "0.01s",
-        "maxBackoff": "0.01s",
-        "backoffMultiplier": 1,
-        "retryableStatusCodes": ["UNAVAILABLE"],
-    }
     config = {
-        "methodConfig": [{"name": [{"service": "kvatlas.v1.GenerationService"}], "retryPolicy": policy}]
+        "methodConfig": [
+            {"name": [{"service": "kvatlas.v1.GenerationService"}], "retryPolicy": FIVE_ATTEMPTS}
+        ]
     }
     options = [("grpc.service_config", json.dumps(config)), ("grpc.enable_retries", 1)]
     running.worker.adds.clear()

@@ -13,34 +13,23 @@ import pytest
 import zmq
 
 from kvatlas import zmtp
+from tests.router_bench import WAIT_SECONDS, RouterBench
 from worker.channels import Wakeup
 from worker.link import router as router_module
 from worker.link.addresses import AddressError
-from worker.link.router import CannotSend, UnixRouter
-
-WAIT_SECONDS = 60.0  # only ends a test that hangs
-Context = zmq.Context["zmq.Socket[bytes]"]
+from worker.link.router import UnixRouter
 
 
-class Bench:
-    """A router, and who talks to it."""
+class Bench(RouterBench):
+    """Of this host, with bare sockets, too."""
+
+    router: UnixRouter
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "engine"
-        self.wakeup = Wakeup()
-        self.router = UnixRouter(f"ipc://{self.path}", self.wakeup.fileno())
-        self.context: Context = zmq.Context()
-        self.dealers: list[zmq.Socket[bytes]] = []
+        wakeup = Wakeup()
+        super().__init__(UnixRouter(f"ipc://{self.path}", wakeup.fileno()), wakeup, zmq.Context())
         self.strangers: list[socket.socket] = []
-
-    def dealer(self, name: bytes) -> "zmq.Socket[bytes]":
-        dealer = self.context.socket(zmq.DEALER)
-        dealer.set(zmq.ROUTING_ID, name)
-        dealer.set(zmq.LINGER, 0)
-        dealer.set(zmq.RCVTIMEO, int(WAIT_SECONDS * 1000))
-        dealer.connect(self.router.address)
-        self.dealers.append(dealer)
-        return dealer
 
     def stranger(self, first: bytes = b"") -> socket.socket:
         """A bare connection."""
@@ -51,14 +40,6 @@ class Bench:
         self.strangers.append(connection)
         return connection
 
-    def receive(self) -> tuple[bytes, bytes]:
-        """The next message of anybody."""
-        end = time.monotonic() + WAIT_SECONDS
-        while (came := self.router.receive()) is None:
-            assert time.monotonic() < end
-            self.router.wait(1.0, reads=True)
-        return came
-
     def serve_until(self, is_so: Callable[[], bool]) -> None:
         """Looks at the sockets as the link's thread does, though nobody sends anything."""
         end = time.monotonic() + WAIT_SECONDS
@@ -67,20 +48,10 @@ class Bench:
             self.router.wait(0.01, reads=True)
             assert self.router.receive() is None
 
-    def refuses(self, name: bytes) -> str:
-        """Why nothing can be sent to it; empty: something can."""
-        try:
-            self.router.send(name, b"?")
-        except CannotSend as error:
-            return str(error)
-        return ""
-
     def close(self) -> None:
-        for one in (*self.dealers, *self.strangers):
-            one.close()
-        self.router.close()
-        self.context.term()
-        self.wakeup.close()
+        for stranger in self.strangers:
+            stranger.close()
+        super().close()
 
 
 @pytest.fixture

@@ -7,60 +7,25 @@ from pathlib import Path
 import pytest
 import zmq
 
+from tests.router_bench import WAIT_SECONDS, Context, RouterBench
 from worker.channels import Wakeup
 from worker.link import router as router_module
 from worker.link.addresses import last_endpoint
-from worker.link.router import CannotSend, UnixRouter, ZmqRouter, open_router
-
-WAIT_SECONDS = 60.0  # only ends a test that hangs
-Context = zmq.Context["zmq.Socket[bytes]"]
+from worker.link.router import UnixRouter, ZmqRouter, open_router
 
 
-class Bench:
-    """A router at a free port, and who talks to it."""
+class Bench(RouterBench):
+    """At a free port."""
 
     def __init__(self) -> None:
-        self.wakeup = Wakeup()
-        self.context: Context = zmq.Context()
-        self.router = open_router(self.context, "tcp://127.0.0.1:0", self.wakeup.fileno(), None)
-        self.dealers: list[zmq.Socket[bytes]] = []
-
-    def dealer(self, name: bytes) -> "zmq.Socket[bytes]":
-        dealer = self.context.socket(zmq.DEALER)
-        dealer.set(zmq.ROUTING_ID, name)
-        dealer.set(zmq.LINGER, 0)
-        dealer.set(zmq.RCVTIMEO, int(WAIT_SECONDS * 1000))
-        dealer.connect(self.router.address)
-        self.dealers.append(dealer)
-        return dealer
-
-    def receive(self) -> tuple[bytes, bytes]:
-        end = time.monotonic() + WAIT_SECONDS
-        while (came := self.router.receive()) is None:
-            assert time.monotonic() < end
-            self.router.wait(1.0, reads=True)
-        return came
-
-    def refuses(self, name: bytes) -> str:
-        """Why nothing can be sent to it; empty: something can."""
-        try:
-            self.router.send(name, bytes(1 << 20))
-        except CannotSend as error:
-            return str(error)
-        return ""
+        wakeup, context = Wakeup(), Context()
+        super().__init__(open_router(context, "tcp://127.0.0.1:0", wakeup.fileno(), None), wakeup, context)
 
     def until(self, is_so: Callable[[], bool]) -> None:
         end = time.monotonic() + WAIT_SECONDS
         while not is_so():
             assert time.monotonic() < end
             self.router.wait(0.01, reads=True)
-
-    def close(self) -> None:
-        for dealer in self.dealers:
-            dealer.close()
-        self.router.close()
-        self.context.term()  # waits for what still lingers
-        self.wakeup.close()
 
 
 @pytest.fixture
@@ -129,13 +94,13 @@ def test_a_flood_of_what_is_passed_over_ends_a_turn(bench: Bench, monkeypatch: p
 
 
 def test_who_is_not_there_or_has_left_is_unreachable(bench: Bench) -> None:
-    assert bench.refuses(b"a").startswith("unreachable")
+    assert bench.refuses(b"a", bytes(1 << 20)).startswith("unreachable")
     dealer = bench.dealer(b"a")
     dealer.send(b"here")
     assert bench.receive() == (b"a", b"here")
-    assert bench.refuses(b"a") == ""
+    assert bench.refuses(b"a", bytes(1 << 20)) == ""
     dealer.close()
-    bench.until(lambda: bench.refuses(b"a").startswith("unreachable"))
+    bench.until(lambda: bench.refuses(b"a", bytes(1 << 20)).startswith("unreachable"))
 
 
 def test_who_comes_again_takes_its_name_over(bench: Bench) -> None:
@@ -160,7 +125,7 @@ def test_a_queue_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
         dealer.send(b"here")
         bench.receive()
         for _ in range(1000):  # and what the system's own buffers take
-            if why := bench.refuses(b"stuck"):
+            if why := bench.refuses(b"stuck", bytes(1 << 20)):
                 break
         assert why == "its queue is full"
     finally:

@@ -11,6 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from kvatlas.v1 import server_pb2
 from kvatlas.worker.v1 import worker_pb2
+from tests.desk_answers import answers_told
 from worker.channels import OutputQueue
 from worker.link import operators
 from worker.link.commands import CallRefused
@@ -19,7 +20,6 @@ from worker.messages import (
     CallError,
     CallFailure,
     CallReason,
-    EncodedReply,
     EndProfile,
     EngineCommand,
     LinkMessage,
@@ -89,16 +89,7 @@ class Bench:
     def told(self) -> list[worker_pb2.CommandReply | CallFailure]:
         """Answers so far, each checked to be the last of its call where it says so."""
         self.settle()
-        found: list[worker_pb2.CommandReply | CallFailure] = []
-        for answer in self.answers.take(1000):
-            if isinstance(answer, EncodedReply):
-                reply = worker_pb2.CommandReply.FromString(answer.payload)
-                assert (reply.command_id, reply.more) == (answer.ticket.command_id, not answer.is_last)
-                found.append(reply)
-            else:
-                assert isinstance(answer, CallFailure)
-                found.append(answer)
-        return found
+        return answers_told(self.answers)
 
     def failure(self) -> CallFailure:
         (answer,) = self.told()

@@ -10,6 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from kvatlas.v1 import cache_pb2, server_pb2
 from kvatlas.worker.v1 import worker_pb2
+from tests.desk_answers import answers_told
 from worker.channels import OutputQueue
 from worker.description import ModelDescription, PoolDescription, WorkerDescription
 from worker.execution.testing import small_config
@@ -17,7 +18,7 @@ from worker.link import estimates, recordings
 from worker.link.commands import CallRefused
 from worker.link.estimates import FACTORS, MAX_PAGE_SIZE, EstimateDesk
 from worker.link.recordings import RecordingDesk
-from worker.messages import CallError, CallFailure, CallReason, EncodedReply, LinkMessage, Ticket
+from worker.messages import CallError, CallFailure, CallReason, LinkMessage, Ticket
 from worker.readers.recorder import Recorder, Work
 from worker.readers.recording_store import EndCause
 from worker.trace.counts import Setting
@@ -104,17 +105,9 @@ class Bench:
     def told(self) -> list[worker_pb2.CommandReply | CallFailure]:
         """Answers so far, each checked to be the last of its call where it says so."""
         self.queue.do()
-        found: list[worker_pb2.CommandReply | CallFailure] = []
-        for answer in self.answers.take(1000):
-            if isinstance(answer, EncodedReply):
-                reply = worker_pb2.CommandReply.FromString(answer.payload)
-                assert (reply.command_id, reply.more) == (answer.ticket.command_id, not answer.is_last)
-                found.append(reply)
-            else:
-                assert isinstance(answer, CallFailure)
-                assert answer.ticket == TICKET
-                found.append(answer)
-        return found
+        told = answers_told(self.answers)
+        assert all(answer.ticket == TICKET for answer in told if isinstance(answer, CallFailure))
+        return told
 
     def reply(self, kind: str, **fields: Any) -> worker_pb2.CommandReply:
         self.ask(kind, **fields)
