@@ -29,6 +29,9 @@ position of the span's last token; the rest is padding."""
 FEW_SPANS = 4
 ROOM = 48
 """Tokens that a tile could have read while it begins: a span takes so much more of a stretch."""
+UNEQUAL = 256
+"""Tokens that a chunk may have more than an equal share, for one wave: a program whose stretch ends one span
+and begins the next does twice what precedes a loop."""
 SIZES = 8
 """Classes of chunks by size: the list has the large ones first, so that the last to end are small."""
 
@@ -150,8 +153,14 @@ def make_plan(
     )
 
 
-def plan_decode(plan: DecodePlan, rows: Tensor, kv_lens: Tensor) -> None:
-    """Lists the chunks of a batch into the plan, on the device. rows, kv_lens int32 [num_spans]."""
+NO_ROW = -1
+"""In place of the dummy row: there is no padding."""
+
+
+def plan_decode(plan: DecodePlan, rows: Tensor, kv_lens: Tensor, *, dummy_row: int = NO_ROW) -> None:
+    """Lists the chunks of a batch into the plan, on the device. rows, kv_lens int32 [num_spans]. Spans of the
+    dummy row, padding, have none: nothing is stored for them, and their results are left as they were.
+    """
     num_spans, (max_spans, num_kv_heads) = kv_lens.shape[0], plan.arrived.shape
     assert num_spans <= max_spans, f"plan is for {max_spans} spans, got {num_spans}"
     is_by_batch = plan.chunk_scale is None
@@ -166,6 +175,7 @@ def plan_decode(plan: DecodePlan, rows: Tensor, kv_lens: Tensor) -> None:
         plan.chunks,
         plan.num_chunks,
         plan.stretches,
+        dummy_row,
         num_spans,
         num_stretches,
         plan.multiprocessors,
@@ -183,6 +193,7 @@ def plan_decode(plan: DecodePlan, rows: Tensor, kv_lens: Tensor) -> None:
         STRETCHES=triton.next_power_of_2(num_stretches + 1),
         BY_BATCH=is_by_batch,
         STRETCHED=plan.is_stretched(num_spans, row_bytes),
+        UNEQUAL=UNEQUAL,
         **dependent_launch(kv_lens.device),
     )
 
@@ -192,7 +203,7 @@ def _chunk_by_batch(length, multiprocessors, wave, most, KV_HEADS: tl.constexpr,
     """Tokens of a chunk, and whether the tiles are one wave: where the lengths are such that `wave`, or up to
     `most`, hold them. Else for a queue: two tiles a multiprocessor while there are few tokens; where there
     are many 16, fewer where that leaves 1,024 tokens a tile, or 8 with up to 2,048. The last token of a span
-    is not counted, so padding, spans of one token, changes nothing.
+    is not counted.
     """
     others = tl.maximum(length - 1, 0)
     tokens = tl.sum(others.to(tl.int64), 0) * KV_HEADS
@@ -203,7 +214,43 @@ def _chunk_by_batch(length, multiprocessors, wave, most, KV_HEADS: tl.constexpr,
     half = tokens // (2 * multiprocessors)
     large = tl.maximum(tl.maximum(half // 8, 1024), tl.minimum(half // 4, 2048))
     queued = tl.where(half <= 2048, tl.maximum(half, 2 * SHORTEST), large)
-    return tl.where(tiles <= most, at_once, queued).to(tl.int32), tiles <= most
+    return tl.where(tiles <= most, at_once, queued).to(tl.int32)
+
+
+@triton.jit
+def _chunk_of_wave(
+    length,
+    real,
+    num_stretches,
+    multiple,
+    MAX_CHUNKS: tl.constexpr,
+    SHORTEST: tl.constexpr,
+    UNEQUAL: tl.constexpr,
+):
+    """The least tokens of a chunk with which there are no more chunks than stretches, and whether there are
+    any: at most UNEQUAL more than an equal share.
+    """
+    share = (tl.sum(length.to(tl.int64), 0) // num_stretches).to(tl.int32)
+    chunk = tl.maximum(share + share // 32 + SHORTEST // 4, SHORTEST)
+    most = chunk + UNEQUAL
+    _, count = _even_chunks(length, real, chunk, multiple, MAX_CHUNKS)
+    listed = tl.sum(count, 0)
+    has_room = tl.sum(real.to(tl.int32), 0) <= num_stretches
+    while (listed > num_stretches) & has_room & (chunk < most):
+        chunk += multiple
+        _, count = _even_chunks(length, real, chunk, multiple, MAX_CHUNKS)
+        listed = tl.sum(count, 0)
+    return chunk, listed <= num_stretches
+
+
+@triton.jit
+def _even_chunks(length, real, chunk, multiple, MAX_CHUNKS: tl.constexpr):
+    """Spans in chunks of about `chunk` tokens at most, equal ones of a span: their tokens, and how many."""
+    chunk = tl.maximum(chunk, (length + MAX_CHUNKS - 1) // MAX_CHUNKS)
+    count = tl.maximum((length + chunk - 1) // chunk, 1)
+    even = (length + count - 1) // count
+    chunk = tl.maximum((even + multiple - 1) // multiple * multiple, multiple)
+    return chunk, tl.where(real, (length + chunk - 1) // chunk, 0)
 
 
 @triton.jit
@@ -240,6 +287,7 @@ def _chunk_by_length(length, shortest, MAX_CHUNKS: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
+        "dummy_row",
         "num_spans",
         "num_stretches",
         "multiprocessors",
@@ -256,6 +304,7 @@ def _plan_kernel(
     chunks,
     num_chunks,
     stretches,
+    dummy_row,
     num_spans,
     num_stretches,
     multiprocessors,
@@ -273,6 +322,7 @@ def _plan_kernel(
     STRETCHES: tl.constexpr,
     BY_BATCH: tl.constexpr,
     STRETCHED: tl.constexpr,
+    UNEQUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # No gdc_launch_dependents: what follows starts when the list is there, so kernels may read it before
@@ -285,21 +335,19 @@ def _plan_kernel(
     row = tl.load(rows + span, mask=real, other=0)
     tl.store(spans + 2 * span, row, mask=real)
     tl.store(spans + 2 * span + 1, length, mask=real)
-    if BY_BATCH:
-        chunk, is_wave = _chunk_by_batch(length, multiprocessors, wave, most, KV_HEADS, SHORTEST)
-        chunk = tl.maximum(chunk, (length + MAX_CHUNKS - 1) // MAX_CHUNKS)
+    real &= row != dummy_row
+    length = tl.where(real, length, 0)
+    if STRETCHED:
+        chunk, is_wave = _chunk_of_wave(length, real, num_stretches, multiple, MAX_CHUNKS, SHORTEST, UNEQUAL)
+    elif BY_BATCH:
+        chunk = _chunk_by_batch(length, multiprocessors, wave, most, KV_HEADS, SHORTEST)
     else:
         chunk = _chunk_by_length(length, shortest, MAX_CHUNKS)
-    count = tl.maximum((length + chunk - 1) // chunk, 1)
-    even = (length + count - 1) // count
-    chunk = tl.maximum((even + multiple - 1) // multiple * multiple, multiple)
-    count = tl.where(real, (length + chunk - 1) // chunk, 0)
+    chunk, count = _even_chunks(length, real, chunk, multiple, MAX_CHUNKS)
     if STRETCHED:
         share, place, first_stretch, last_stretch = _stretches(
             length, real, num_stretches, MAX_CHUNKS, SHORTEST, ROOM
         )
-        # With spans of one token, or whose last one begins a chunk, there may be more than were counted.
-        is_wave &= tl.sum(count, 0) <= num_stretches
         count = tl.where(real & (is_wave == 0), last_stretch - first_stretch + 1, count)
         first = tl.cumsum(count, 0) - count
         listed = tl.sum(count, 0)

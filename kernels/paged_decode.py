@@ -55,20 +55,28 @@ def paged_decode(
 
 
 def paged_decode_product(
-    qkv: Tensor, kv: KvLayer, page_table: Tensor, plan: DecodePlan, rotary: Rotary, *, scale: float
+    qkv: Tensor,
+    kv: KvLayer,
+    page_table: Tensor,
+    plan: DecodePlan,
+    rotary: Rotary,
+    *,
+    scale: float,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The same from the product: what `rotary_store` and then `paged_decode` leave, in one launch.
 
     qkv [num_spans, (num_heads + 2 * num_kv_heads) * head_dim]: row i is of the token at kv_lens[i] - 1, whose
     K and V are stored in that slot of row rows[i]. Slots before it must not be written by what runs in the
-    same chain of dependent launches. Result [num_spans, num_heads, head_dim].
+    same chain of dependent launches. Result [num_spans, num_heads, head_dim], in `out` where that is given.
     """
     num_spans, (_, num_kv_heads, head_dim) = qkv.shape[0], kv.k.shape
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim, f"qkv is {tuple(qkv.shape)}"
     assert qkv.stride(1) == 1, "qkv rows must be contiguous"
     assert rotary.cos_sin.shape[1] == head_dim, f"cos_sin is {tuple(rotary.cos_sin.shape)}"
-    out = torch.empty(num_spans, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if out is None:
+        out = torch.empty(num_spans, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     _launch(qkv.unflatten(1, (-1, head_dim)), kv, page_table, plan, scale, out, rotary)
     return out
 

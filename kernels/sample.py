@@ -9,10 +9,8 @@ Up to three launches: edits of the logits (penalties, bias, masks: sample_edits.
 top-k, top-p and min-p keep (sample_filters.py), and the draw, here.
 
 The draw is the argmax over kept tokens of `logit / temperature - log(noise)`, the lowest id among equals. Two
-logarithms a token would cost more than reading it, so they are taken only where they can matter: noise is at
-least its fraction v, so the least v / exp(logit / temperature) belongs to the token whose score has the
-highest bound. That one is scored first, exactly; then the next, until no bound is above the best score. A
-row's token is thus the same for any batch and any split.
+logarithms a token would cost more than reading it, so they are taken only where they can matter
+(sample_best.py). A row's token is the same for any batch and any split.
 """
 
 from dataclasses import dataclass
@@ -24,10 +22,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch
+from kernels.sample_best import NOTHING, best_of_part
 from kernels.sample_columns import SampleColumns
 from kernels.sample_edits import SampleEdits, edit_logits
 from kernels.sample_filters import CANDIDATES, lowest_kept
-from kernels.sample_noise import log_noise, philox_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +35,7 @@ class SampleLaunch:
     counters: int = 256  # of the noise generator a loop turn; each is four tokens
     warps: int = 1  # one: its reductions need no barrier
     programs_per_sm: int = 32
+    registers: int = 64  # of a thread at most: so many programs run at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +49,7 @@ class SampleScratch:
     part_scores: Tensor  # fp32 [max_rows, parts]
     part_ids: Tensor  # int32 [max_rows, parts]
     arrived: Tensor  # int32 [max_rows], zero between launches
+    best: Tensor  # int32 [max_rows], NOTHING between launches: the best score of any part so far, in order
     num_programs: int
     launch: SampleLaunch
 
@@ -75,6 +75,7 @@ def make_scratch(
         part_scores=torch.empty(max_rows, parts, device=device),
         part_ids=torch.empty(max_rows, parts, dtype=torch.int32, device=device),
         arrived=torch.zeros(max_rows, dtype=torch.int32, device=device),
+        best=torch.full((max_rows,), NOTHING.value, dtype=torch.int32, device=device),
         num_programs=programs,
         launch=launch,
     )
@@ -155,6 +156,7 @@ def _draw(
         columns.seed_high,
         columns.choice,
         scratch.lowest,
+        scratch.best,
         scratch.part_scores,
         scratch.part_ids,
         scratch.arrived,
@@ -180,116 +182,8 @@ def _draw(
         **dependent_launch(logits.device),
         num_warps=launch.warps,
         enable_fp_fusion=True,
+        **({"maxnreg": launch.registers} if logits.is_cuda else {}),
     )
-
-
-@triton.jit
-def _four_logits(row, counter, end, vocab_size, IS_PACKED: tl.constexpr):
-    """fp32 logits of tokens 4 * counter .. + 3; -inf for counters from `end` on and past the vocabulary."""
-    inside = counter < end
-    if IS_PACKED:
-        words = row.to(tl.pointer_type(tl.int64))
-        if row.dtype.element_ty == tl.bfloat16:
-            word = tl.load(words + counter, mask=inside, other=-0x7F007F007F0080)
-            low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
-            a, b, c, d = low << 16, low & -65536, high << 16, high & -65536
-        else:
-            first = tl.load(words + 2 * counter, mask=inside, other=-0x7FFFFF00800000)
-            second = tl.load(words + 2 * counter + 1, mask=inside, other=-0x7FFFFF00800000)
-            a, b = first.to(tl.int32), (first >> 32).to(tl.int32)
-            c, d = second.to(tl.int32), (second >> 32).to(tl.int32)
-        a, b = a.to(tl.float32, bitcast=True), b.to(tl.float32, bitcast=True)
-        c, d = c.to(tl.float32, bitcast=True), d.to(tl.float32, bitcast=True)
-    else:
-        at = row + 4 * counter
-        left = tl.where(inside, vocab_size - 4 * counter, 0)
-        a = tl.load(at, mask=left > 0, other=float("-inf")).to(tl.float32)
-        b = tl.load(at + 1, mask=left > 1, other=float("-inf")).to(tl.float32)
-        c = tl.load(at + 2, mask=left > 2, other=float("-inf")).to(tl.float32)
-        d = tl.load(at + 3, mask=left > 3, other=float("-inf")).to(tl.float32)
-    return a, b, c, d
-
-
-@triton.jit
-def _highest(a, b, c, d):
-    """Of four logits; NaN if one is."""
-    ab = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-    cd = tl.maximum(c, d, propagate_nan=tl.PropagateNan.ALL)
-    return tl.maximum(ab, cd, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _best_of_counter(row, counter, vocab_size, temperature, lowest, key):
-    """The highest score of the four tokens of a counter, exactly, and its token."""
-    w0, w1, w2, w3 = philox_words(counter.to(tl.uint32), key)
-    at = tl.arange(0, 4)
-    token = 4 * counter + at
-    logit = tl.load(row + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-    score = logit
-    if temperature > 0.0:
-        word = tl.where(at < 2, tl.where(at == 0, w0, w1), tl.where(at == 2, w2, w3))
-        score = tl.div_rn(logit, temperature) - log_noise(word)
-    score = tl.where(logit >= lowest, score, float("-inf"))
-    best = tl.max(score, 0)
-    return best, tl.min(tl.where(score == best, token, 0x7FFFFFFF), 0)
-
-
-@triton.jit
-def _best_of_part(
-    row,
-    begin,
-    end,
-    vocab_size,
-    temperature,
-    lowest,
-    key,
-    COUNTERS: tl.constexpr,
-    IS_PACKED: tl.constexpr,
-):
-    """Best score of counters begin .. end - 1, its token (-1: none), and whether there is a NaN or +inf."""
-    best = tl.full([], float("-inf"), tl.float32)
-    best_id = tl.full([], -1, tl.int32)
-    is_bad = tl.zeros([COUNTERS], tl.int32)
-    is_random = temperature > 0.0
-    inverse = 1.0 / tl.where(is_random, temperature, 1.0)
-    lane = tl.arange(0, COUNTERS)
-    for first in range(begin, end, COUNTERS):
-        a, b, c, d = _four_logits(row, first + lane, end, vocab_size, IS_PACKED)
-        high = _highest(a, b, c, d)
-        is_bad = tl.where(high < float("inf"), is_bad, 1)
-        is_open = (high >= lowest) & (high > float("-inf")) & (high < float("inf"))
-        top = tl.max(tl.where(is_open, high, -1.0e30), 0)
-        # A counter's bound is an order: the smaller, the higher the best score its four tokens can have.
-        behind = top - tl.where(is_open, high, top)
-        if is_random:
-            w0, w1, w2, w3 = philox_words((first + lane).to(tl.uint32), key)
-            word = tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3))
-            shrink = tl.exp2(tl.minimum(behind * (inverse * 1.4426950408889634), 90.0))
-            behind = (word.to(tl.float32) + 0.5) * shrink
-        behind = tl.where(is_open, behind, float("inf"))
-        least, place = tl.min(behind, 0, return_indices=True)
-        is_searching = least < _reach(best, top, inverse, is_random)
-        while is_searching:
-            score, token = _best_of_counter(row, first + place, vocab_size, temperature, lowest, key)
-            # Of equals the lowest id, whichever was scored first: bounds are not in the order of tokens.
-            best_id = tl.where((score > best) | ((score == best) & (token < best_id)), token, best_id)
-            best = tl.maximum(score, best)
-            behind = tl.where(lane == place, float("inf"), behind)
-            least, place = tl.min(behind, 0, return_indices=True)
-            is_searching = least < _reach(best, top, inverse, is_random)
-    return best, best_id, tl.max(is_bad, 0)
-
-
-@triton.jit
-def _reach(best, top, inverse, is_random):
-    """What a counter's bound must be below, if one of its tokens is to score higher than `best`."""
-    ahead = top - best
-    if is_random:
-        scaled = top * inverse
-        # The last terms: more than all rounding errors of bounds and scores.
-        ahead = (scaled - best) * 1.4426950408889634 + 32.0 + 1e-3 + tl.abs(scaled) * 1e-5
-        ahead = tl.exp2(tl.minimum(ahead, 125.0))
-    return ahead
 
 
 @triton.jit
@@ -305,6 +199,7 @@ def _draw_kernel(
     seed_highs,
     choices,
     lowests,
+    row_bests,
     part_scores,
     part_ids,
     arrived,
@@ -351,12 +246,32 @@ def _draw_kernel(
     changed = edited + line * edited_stride
     key = (position.to(tl.uint32), choice, seed_low, seed_high)
     if line >= 0:
-        best, best_id, is_bad = _best_of_part(
-            changed, begin, end, vocab_size, temperature, lowest, key, COUNTERS, IS_PACKED
+        best, best_id, is_bad = best_of_part(
+            changed,
+            begin,
+            end,
+            vocab_size,
+            temperature,
+            lowest,
+            key,
+            row_bests + i,
+            COUNTERS,
+            IS_PACKED,
+            HAS_FILTERS,
         )
     else:
-        best, best_id, is_bad = _best_of_part(
-            plain, begin, end, vocab_size, temperature, lowest, key, COUNTERS, IS_PACKED
+        best, best_id, is_bad = best_of_part(
+            plain,
+            begin,
+            end,
+            vocab_size,
+            temperature,
+            lowest,
+            key,
+            row_bests + i,
+            COUNTERS,
+            IS_PACKED,
+            HAS_FILTERS,
         )
     best_id = tl.where(is_bad != 0, -2, best_id)
     is_last = tl.full([], 1, tl.int1)
@@ -382,6 +297,7 @@ def _draw_kernel(
             best_id = tl.where((best > float("-inf")) & (is_bad == 0), best_id, -1)
             tl.store(arrived + i, 0)
     if is_last:
+        tl.store(row_bests + i, NOTHING)
         is_good = best_id >= 0
         best_id = tl.maximum(best_id, 0)
         tl.store(ids + i, best_id)

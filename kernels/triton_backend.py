@@ -104,21 +104,31 @@ class TritonStaticDecode:
         self._plan = plan
         self._lone = replace(plan, most_tokens=min(plan.most_tokens, LONGEST))  # see least_size
         self._page_table = page_table
+        self._results: Tensor | None = None
 
     def prepare(self, size: int, kv_lens: Sequence[int]) -> None:
         """Nothing: the kernels read the lengths where they lie."""
 
     def begin(self, rows: Tensor, kv_lens: Tensor) -> None:
         """Lists the chunks."""
-        plan_decode(self._plan, rows, kv_lens)
+        plan_decode(self._plan, rows, kv_lens, dummy_row=self._page_table.shape[0] - 1)
 
     def attend(self, kv: KvLayer, q: Tensor, *, scale: float, out: Tensor | None = None) -> Tensor:
         """One layer."""
+        out = self._room(q) if out is None else out
         return paged_decode(q, kv, self._page_table, self._plan_of(q), scale=scale, out=out)
 
     def attend_product(self, kv: KvLayer, qkv: Tensor, rotary: Rotary, *, scale: float) -> Tensor:
         """See kernels.product_decode.ProductDecode."""
-        return paged_decode_product(qkv, kv, self._page_table, self._plan_of(qkv), rotary, scale=scale)
+        where = (self._page_table, self._plan_of(qkv), rotary)
+        return paged_decode_product(qkv, kv, *where, scale=scale, out=self._room(qkv))
+
+    def _room(self, step: Tensor) -> Tensor:
+        """For results, the same for all layers: those of padding, which nothing writes, are numbers."""
+        if self._results is None or self._results.dtype != step.dtype:
+            (spans, _), (_, *shape) = self._plan.arrived.shape, self._plan.partial.shape
+            self._results = torch.zeros(spans, *shape, dtype=step.dtype, device=step.device)
+        return self._results[: step.shape[0]]
 
     def least_size(self, kv_lens: Sequence[int], kv: KvLayer) -> int:
         """See kernels.product_decode.ProductDecode: the fastest for a lone sequence is not for a long one."""

@@ -225,6 +225,16 @@ def test_rows_without_a_finite_answer_are_reported_and_their_neighbours_are_not_
     ids = rows.check(logits)
     assert ids[8] == 0
     assert rows.scratch.is_finite.tolist() == [True] + [False] * 7 + [True, True]
+    rows.check(normal(10, 300, seed=1))  # nothing of those rows is left for the next ones there
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_scores_beyond_what_floats_hold_are_equal_and_the_lowest_id_is_drawn():
+    """Logits that a low temperature takes to infinity: each of them is the best."""
+    logits = normal(1, 5000)
+    logits[0, [1300, 2600, 4999]] = 3e37
+    params = [SamplingParams(temperature=2e-5, seed=1)]
+    assert Rows(params, 5000, launch=SampleLaunch(counters=64)).check(logits).tolist() == [1300]
 
 
 @pytest.mark.parametrize("logits", [[1.0, 3.0, 2.0, 3.0, 3.0], [0.5, 0.25, 0.125, -1.0, -2.0]])
