@@ -174,6 +174,13 @@ ELSEWHERE = [
         _unit("cli_supervisor"),
     ),
     Fault(
+        "the ready file keeps the number of a process that is gone",
+        SUPERVISOR,
+        "                told = running\n                on_change()\n",
+        "                told = running\n",
+        _unit("cli_supervisor"),
+    ),
+    Fault(
         "nobody serves a lent link whose borrower is held up",
         TURNS,
         "                stand_in()",
