@@ -167,6 +167,27 @@ ELSEWHERE = [
         _unit("recorder"),
     ),
     Fault(
+        "a text that is only tokenized takes a thread of generations",
+        "service/handlers/prompts.py",
+        "return text, await self._aside.run(",
+        "return text, await self._threads.run(",
+        ("tests/integration/test_text_calls.py",),
+    ),
+    Fault(
+        "offsets are made whether they are asked for or not",
+        "service/handlers/prompts.py",
+        "        if request.include_offsets:\n            return self.tokenizer.encode_with",
+        "        if True:\n            return self.tokenizer.encode_with",
+        ("tests/integration/test_text_calls.py",),
+    ),
+    Fault(
+        "a call that needs the tokenizer alone keeps its place in the quota",
+        "service/handlers/tokens.py",
+        "            if share is not None:\n                share.release()\n",
+        "",
+        ("tests/integration/test_status_of_waits.py",),
+    ),
+    Fault(
         "a drained service is started again",
         SUPERVISOR,
         "event.code == 0 and",
