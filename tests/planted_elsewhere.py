@@ -188,6 +188,13 @@ ELSEWHERE = [
         ("tests/integration/test_status_of_waits.py",),
     ),
     Fault(
+        "a message is parsed before its caller is known",
+        "service/guard.py",
+        "return rewrapped(handler, around, bytes)",
+        "return rewrapped(handler, around, lambda data: parse(data) and data)",
+        _unit("guarded_calls"),
+    ),
+    Fault(
         "a drained service is started again",
         SUPERVISOR,
         "event.code == 0 and",
