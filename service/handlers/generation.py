@@ -71,10 +71,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def StreamGenerate(self, request: pb.StreamGenerateRequest, context: Any) -> None:
         """The answer as it comes. From the end of the last sequence on the reader has limited time."""
-        faults: Sequence[Violation] = ()
+        faults: list[Violation] = []
         shape = _PLAIN
         if request.HasField("stream") or request.HasField("resume_after"):
             faults = validate.stream_options(request.stream)
+            if (facts := self._backstage.pool.facts) is not None:
+                faults += validate.resumed_length(len(request.resume_after.ids), facts.max_context_tokens)
             shape = convert.stream_shape(request) if not faults else _PLAIN
         async with self._running(request.spec, shape, faults) as run:
             stream = _Stream(run, context)

@@ -131,6 +131,14 @@ def stream_options(options: pb.StreamOptions) -> list[Violation]:
     return found.found
 
 
+def resumed_length(num_tokens: int, max_context_tokens: int) -> list[Violation]:
+    """What is wrong with the number of tokens to begin behind, before these are looked at one by one."""
+    found = Violations()
+    if num_tokens >= max_context_tokens:
+        found.add("resume_after", f"{num_tokens} tokens are not fewer than {max_context_tokens}, the context")
+    return found.found
+
+
 def resumption(
     token_ids: Sequence[int], request: Request, vocab_size: int, eos_ids: Collection[int]
 ) -> list[Violation]:

@@ -103,3 +103,7 @@ def test_a_prompt_of_far_too_many_ids_is_refused_before_they_are_looked_at(stub:
         stub.Generate(pb.GenerateRequest(spec=spec), timeout=CALL_SECONDS)
     refusal = Refusal.of(raised.value)
     assert (refusal.reason, refusal.metadata["prompt_tokens"]) == ("PROMPT_TOO_LONG", "100000")
+    begun = pb.StreamGenerateRequest(spec={"text": "x"}, resume_after=spec.token_ids)
+    with pytest.raises(grpc.RpcError) as raised:
+        list(stub.StreamGenerate(begun, timeout=CALL_SECONDS))
+    assert Refusal.of(raised.value).paths == ("resume_after",)
