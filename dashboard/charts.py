@@ -196,11 +196,15 @@ def page_sizes(report: EstimateReport, today_slots: int) -> pd.DataFrame:
             "unaligned": f"{each.tokens['unaligned'] / max(1, sum(each.tokens.values())):.1%}",
             "evictions": each.evictions,
             "preemptions": each.preemptions,
-            "wasted slots": round(each.mean_wasted_slots),
+            "wasted slots": _wasted(each),
         }
         for each in nearest
     ]
     return pd.DataFrame(rows)
+
+
+def _wasted(each: Estimate) -> int | None:
+    return None if each.mean_wasted_slots is None else round(each.mean_wasted_slots)
 
 
 def _nearest(estimates: Sequence[Estimate], slots: int) -> list[Estimate]:
@@ -220,5 +224,5 @@ def _point(each: Estimate, today_slots: int) -> dict[str, Any]:
         "high": min(1.0, each.hit_ratio + each.hit_ratio_error),
         "evictions": each.evictions,
         "preemptions": each.preemptions,
-        "wasted slots": round(each.mean_wasted_slots),
+        "wasted slots": _wasted(each),
     }

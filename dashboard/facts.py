@@ -112,8 +112,8 @@ class Estimate:
     tokens: Mapping[str, int]  # by result
     hit_ratio: float
     hit_ratio_error: float
-    evictions: int
-    mean_wasted_slots: float
+    evictions: int | None  # None: not known, of what was counted
+    mean_wasted_slots: float | None
     preemptions: int = 0
 
 

@@ -132,8 +132,8 @@ def estimate(one: pb.CacheEstimate) -> Estimate:
         },
         hit_ratio=one.hit_ratio,
         hit_ratio_error=one.hit_ratio_error,
-        evictions=one.evictions,
-        mean_wasted_slots=one.mean_wasted_slots,
+        evictions=one.evictions if one.HasField("evictions") else None,
+        mean_wasted_slots=one.mean_wasted_slots if one.HasField("mean_wasted_slots") else None,
         preemptions=one.preemptions,
     )
 

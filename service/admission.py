@@ -60,11 +60,15 @@ class Share:
 
 
 class Quota:
-    """What one principal may have in this process: generations in progress, and waiting ones among them."""
+    """What one principal may have in this process: generations in progress, and waiting ones among them.
+
+    Apart from them it may have as many calls that need the tokenizer alone.
+    """
 
     def __init__(self) -> None:
         self._active = Admission(0)
         self._queued = Admission(0)
+        self._text_calls = Admission(0)
 
     @property
     def active(self) -> int:
@@ -78,7 +82,7 @@ class Quota:
 
     def limit(self, max_active: int, max_queued: int) -> None:
         """Sets the limits; 0: none. Those in progress go on whatever they are."""
-        self._active.max_calls = max_active or _UNLIMITED
+        self._active.max_calls = self._text_calls.max_calls = max_active or _UNLIMITED
         self._queued.max_calls = max_queued or _UNLIMITED
 
     def full(self) -> tuple[str, int] | None:
@@ -88,6 +92,17 @@ class Quota:
         if self.queued >= self._queued.max_calls:
             return "max_queued_requests", self._queued.max_calls
         return None
+
+    def full_of_text_calls(self) -> tuple[str, int] | None:
+        """The same of calls that need the tokenizer alone."""
+        limit = self._text_calls.max_calls
+        return ("max_active_requests", limit) if self._text_calls.active >= limit else None
+
+    def enter_text_call(self) -> Permit:
+        """A place for one of them; only while the quota is not full of them."""
+        permit = self._text_calls.enter()
+        assert permit is not None, self.full_of_text_calls()
+        return permit
 
     def enter(self) -> Share:
         """A share; only while the quota is not full."""

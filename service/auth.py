@@ -60,7 +60,7 @@ class Principal:
     scopes: frozenset[str]
     digests: tuple[bytes, ...] = field(default=(), repr=False)
     sans: tuple[str, ...] = ()
-    max_active_requests: int = 0  # generations at once in one process; 0: no limit of its own
+    max_active_requests: int = 0  # generations at once in one process, and text calls; 0: no limit of its own
     max_queued_requests: int = 0  # those of them that no worker has admitted yet; 0: no limit of its own
 
 

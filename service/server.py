@@ -44,6 +44,7 @@ from service.handlers.info import InfoServicer
 from service.handlers.live import LiveCalls
 from service.handlers.pins import PinKeeper, Pinner, read_pins
 from service.handlers.prompts import Prompts
+from service.handlers.tokens import MAX_TEXT_CALLS
 from service.health import HealthBoard
 from service.health_messages import SERVING
 from service.http import OpsServer
@@ -106,7 +107,7 @@ class Service:
         if self._auth is not None:
             self._auth.on_refused = metrics.auth_reload_failures.inc
         self._auth_task: asyncio.Task[None] | None = None
-        self._threads = TextThreads()
+        self._threads, self._aside = TextThreads(), TextThreads(1)
         self._loop = loop
         self._config = config
         self._sha256 = tokenizer_sha256
@@ -126,10 +127,11 @@ class Service:
                 keys=_seam_keys(config),
                 on_seam_failure=lambda reason: metrics.seam_failures[reason].inc(),
             ),
-            prompts=Prompts(tokenizer, ChatTemplate.of(tokenizer), self._threads),
+            prompts=Prompts(tokenizer, ChatTemplate.of(tokenizer), self._threads, self._aside),
             metrics=metrics,
             board=HealthBoard(loop),
             admission=Admission(config.max_calls),
+            text_calls=Admission(MAX_TEXT_CALLS),
             watches=Admission(config.max_watches),
             live=LiveCalls(),
             constraints=ConstraintChecks.of(tokenizer.vocabulary, tokenizer.size),
@@ -334,6 +336,7 @@ class Service:
         self.backstage.pool.close()
         self._ops.close()
         self._threads.close()
+        self._aside.close()
         if self.backstage.constraints is not None:
             self.backstage.constraints.close()
         for address in (self._config.address, self._config.admin_address):

@@ -198,8 +198,14 @@ class RunningServer:
 
     process: "subprocess.Popen[bytes]"
     log_path: Path
-    facts: dict[str, Any]  # the ready file: address, ports, process ids
+    ready_path: Path
     token: str = ""  # of whoever may ask it
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The ready file as it is now: address, ports, process ids."""
+        facts: dict[str, Any] = json.loads(self.ready_path.read_text())
+        return facts
 
     @property
     def address(self) -> str:
@@ -208,7 +214,7 @@ class RunningServer:
 
     @property
     def process_ids(self) -> dict[str, int]:
-        """Of `worker` and `service` at the start."""
+        """Of `worker` and `service`, as far as they run."""
         return dict(self.facts["process_ids"])
 
     def log(self) -> str:
@@ -253,7 +259,7 @@ def _start_server(folder: Path, *arguments: str, token: str = "") -> RunningServ
                 f"kvatlas serve did not start:\n{_tail(log_path.read_text(errors='replace'))}"
             )
         threading.Event().wait(0.02)
-    server = RunningServer(process, log_path, json.loads(ready.read_text()), token)
+    server = RunningServer(process, log_path, ready, token)
     _live.append(server)
     _wait_for_pages(server, limit)
     return server

@@ -33,6 +33,7 @@ class Backstage:
     metrics: ServiceMetrics
     board: HealthBoard
     admission: Admission  # generations
+    text_calls: Admission  # Tokenize and Detokenize
     watches: Admission  # watch streams of all services
     live: LiveCalls
     constraints: ConstraintChecks | None  # None: the library is missing, the feature is off

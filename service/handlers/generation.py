@@ -4,15 +4,11 @@ Owns the order of a stream's messages. What a request needs is in run.py, what a
 """
 
 import asyncio
-from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from time import monotonic
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from kvatlas.v1 import generation_pb2 as pb
 from kvatlas.v1 import generation_pb2_grpc
@@ -20,7 +16,6 @@ from service import errors
 from service.admission import Permit, Share
 from service.errors import Failure, Violation
 from service.fleet.mirrors import PageMirrors
-from service.fleet.prefix_hint import cached_tokens, page_fingerprints
 from service.handlers import convert, respond, sizes, validate
 from service.handlers.account import RequestAccount
 from service.handlers.backstage import Backstage
@@ -30,6 +25,7 @@ from service.handlers.live import LiveCall
 from service.handlers.opening import Opening
 from service.handlers.run import GenerationRun
 from service.handlers.spans import ending_of
+from service.handlers.tokens import TokenDesk
 from service.handlers.verdicts import outcome_of
 from service.request import AbortReason, Output, Request, Scores, current_call
 from service.writing import begin, write
@@ -44,7 +40,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def __init__(self, backstage: Backstage, mirrors: PageMirrors) -> None:
         self._backstage = backstage
-        self._mirrors = mirrors
+        self._tokens = TokenDesk(backstage, mirrors)
         self._opening = Opening(backstage)
         self._loop = asyncio.get_running_loop()
 
@@ -75,10 +71,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def StreamGenerate(self, request: pb.StreamGenerateRequest, context: Any) -> None:
         """The answer as it comes. From the end of the last sequence on the reader has limited time."""
-        faults: Sequence[Violation] = ()
+        faults: list[Violation] = []
         shape = _PLAIN
         if request.HasField("stream") or request.HasField("resume_after"):
             faults = validate.stream_options(request.stream)
+            if (facts := self._backstage.pool.facts) is not None:
+                faults += validate.resumed_length(len(request.resume_after.ids), facts.max_context_tokens)
             shape = convert.stream_shape(request) if not faults else _PLAIN
         async with self._running(request.spec, shape, faults) as run:
             stream = _Stream(run, context)
@@ -114,47 +112,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """Template and tokenizer without the model."""
-        if faults := validate.tokenization(request):
-            raise errors.invalid_fields(faults)
-        facts = self._backstage.facts_of(request.model)
-        if request.WhichOneof("prompt") == "chat":
-            self._backstage.prompts.check_chat(request.chat)
-        text, encoded = await self._backstage.prompts.tokenized(request)
-        response = pb.TokenizeResponse(
-            token_count=len(encoded.ids),
-            token_ids=encoded.ids,
-            start_offsets=encoded.start_offsets if request.include_offsets else (),
-            rendered_text=text,
-            page_count=-(-len(encoded.ids) // facts.page_size),
-            cached_tokens=await self._cached_tokens(encoded.ids),
-        )
-        sizes.check_answer(response, request.WhichOneof("prompt") or "prompt")
-        return response
+        return await self._tokens.tokenize(request)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
         """Text of ids."""
-        facts = self._backstage.facts_of(request.model)
-        if faults := validate.detokenization(request, facts.vocab_size):
-            raise errors.invalid_fields(faults)
-        skips = not request.HasField("skip_special_tokens") or request.skip_special_tokens
-        text = await self._backstage.prompts.detokenized(
-            array("I", request.token_ids), skip_special_tokens=skips
-        )
-        response = pb.DetokenizeResponse(text=text)
-        sizes.check_answer(response, "token_ids")
-        return response
-
-    async def _cached_tokens(self, ids: Sequence[int]) -> int:
-        """Of the worker that has the most of them; without a salt, as Tokenize knows none."""
-        salt = current_call.get().tenant.encode() + b"\0"
-        most = 0
-        for kept in self._mirrors.kept:
-            facts, pool = kept.link.facts, kept.mirror.planes.get("fingerprints")
-            if facts is None or pool is None or not kept.link.is_up:
-                continue
-            work = partial(_cached_tokens, ids, facts.page_size, facts.fingerprint_key, salt, pool)
-            most = max(most, await self._backstage.prompts.beside(4 * len(ids) + pool.nbytes, work))
-        return most
+        return await self._tokens.detokenize(request)
 
     # Open and close
 
@@ -303,13 +265,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def _model_id(self) -> str:
         facts = self._backstage.pool.facts
         return facts.model_id if facts is not None else ""
-
-
-def _cached_tokens(
-    ids: Sequence[int], page_size: int, key: bytes, salt: bytes, pool: npt.NDArray[np.uint64]
-) -> int:
-    """A microsecond a page of the prompt, and a look at every page of the pool."""
-    return cached_tokens(page_fingerprints(ids, page_size, key, salt), pool, page_size)
 
 
 def _begins_text(spec: pb.GenerationSpec) -> bool:

@@ -42,6 +42,8 @@ class Opening:
         backstage.refuse_if_draining()
         known = backstage.pool.facts
         limits = (known.vocab_size, backstage.max_samples(known)) if known is not None else (1 << 32,)
+        if known is not None:  # before they are looked at one by one: a message holds two millions
+            self._check_length(len(spec.token_ids.ids), known)
         ids = convert.prompt_ids(spec)
         if found := [*validate.generation(spec, *limits, prompt_ids=ids), *faults]:
             raise errors.invalid_fields(found)
@@ -73,12 +75,15 @@ class Opening:
         """The request with its prompt, and with what is left for output if the client gave no limit."""
         if not ids:
             raise errors.invalid_fields([Violation("spec.prompt", "has no tokens")])
-        limit = self._backstage.max_prompt_tokens(facts)
-        if len(ids) > limit:
-            raise errors.prompt_too_long(len(ids), limit, facts.max_context_tokens)
+        self._check_length(len(ids), facts)
         sizes.check_prompt(request.output, len(ids))
         left = min(facts.max_context_tokens - len(ids), self._pool_room(request, len(ids), facts))
         return convert.with_prompt(request, ids, request.stops.max_tokens or left)
+
+    def _check_length(self, num_tokens: int, facts: WorkerFacts) -> None:
+        limit = self._backstage.max_prompt_tokens(facts)
+        if num_tokens > limit:
+            raise errors.prompt_too_long(num_tokens, limit, facts.max_context_tokens)
 
     def run_of(
         self, request: Request, shape: StreamShape, account: RequestAccount, call: Call, *, begins_text: bool

@@ -10,7 +10,7 @@ from typing import TypeVar
 from kvatlas.v1 import generation_pb2 as pb
 from service import errors
 from service.errors import Violation
-from service.handlers.validate import num_bytes, plane_of
+from service.handlers.validate import detokenization, num_bytes, plane_in_pieces, plane_of
 from service.text.chat import ChatTemplate, ChatTemplateError, ChatTurn
 from service.text.threads import TextThreads
 from service.text.tokenizer import ChatText, Encoded, Tokenizer
@@ -25,12 +25,15 @@ _ROLES = {
 
 
 class Prompts:
-    """Tokenizer and chat template of the served model."""
+    """Tokenizer and chat template of the served model. `threads` are of generations, `aside` of the rest."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, threads: TextThreads) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, threads: TextThreads, aside: TextThreads
+    ) -> None:
         self.tokenizer = tokenizer
         self._template = template
         self._threads = threads
+        self._aside = aside
 
     @property
     def features(self) -> frozenset[str]:
@@ -52,26 +55,23 @@ class Prompts:
         )
 
     async def tokenized(self, request: pb.TokenizeRequest) -> tuple[str, Encoded]:
-        """The rendered text and its ids with their offsets."""
+        """The rendered text and its ids, with their offsets if these are asked for."""
         if request.WhichOneof("prompt") == "text":
             text = request.text
-            adds = not request.HasField("add_special_tokens") or request.add_special_tokens
-            encoded = await self._threads.run(
-                num_bytes(text), lambda: self.tokenizer.encode_with_offsets(text, add_special_tokens=adds)
-            )
-            return text, encoded
-        return await self._threads.run(request.chat.ByteSize(), lambda: self._chat(request))
+            return text, await self._aside.run(num_bytes(text), lambda: self._raw(request))
+        return await self._aside.run(request.chat.ByteSize(), lambda: self._chat(request))
 
-    async def detokenized(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of ids."""
-        return await self._threads.run(
-            4 * len(token_ids),
-            lambda: self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens),
-        )
+    async def detokenized(self, request: pb.DetokenizeRequest, vocab_size: int) -> str:
+        """Text of ids. Raises Failure for ids that are none."""
+        return await self._aside.run(4 * len(request.token_ids), lambda: self._text(request, vocab_size))
 
     async def beside(self, num_bytes: int, work: Callable[[], T]) -> T:
-        """Other work over so many bytes, beside the event loop if it is long."""
+        """Other work of a generation over so many bytes, beside the event loop if it is long."""
         return await self._threads.run(num_bytes, work)
+
+    async def aside(self, num_bytes: int, work: Callable[[], T]) -> T:
+        """The same where no generation may have to wait for it."""
+        return await self._aside.run(num_bytes, work)
 
     def check_chat(self, chat: pb.ChatPrompt) -> None:
         """Raises Failure for what this model's chats do not offer; nothing is ignored (H8)."""
@@ -80,10 +80,24 @@ class Prompts:
         if chat.tools_json and not self._template.knows_tools:
             raise errors.feature_disabled("tools")
 
+    def _raw(self, request: pb.TokenizeRequest) -> Encoded:
+        adds = not request.HasField("add_special_tokens") or request.add_special_tokens
+        if request.include_offsets:
+            return self.tokenizer.encode_with_offsets(request.text, add_special_tokens=adds)
+        return Encoded(self.tokenizer.encode(request.text, add_special_tokens=adds))
+
     def _chat(self, request: pb.TokenizeRequest) -> tuple[str, Encoded]:
-        chat = self._rendered(request.chat, "chat")
-        encoded = self.tokenizer.encode_chat_with_offsets(chat, add_special_tokens=request.add_special_tokens)
-        return chat.text, encoded
+        chat, adds = self._rendered(request.chat, "chat"), request.add_special_tokens
+        if request.include_offsets:
+            return chat.text, self.tokenizer.encode_chat_with_offsets(chat, add_special_tokens=adds)
+        return chat.text, Encoded(self.tokenizer.encode_chat(chat, add_special_tokens=adds))
+
+    def _text(self, request: pb.DetokenizeRequest, vocab_size: int) -> str:
+        ids = plane_in_pieces(request.token_ids)
+        if faults := detokenization(ids, vocab_size):
+            raise errors.invalid_fields(faults)
+        skips = not request.HasField("skip_special_tokens") or request.skip_special_tokens
+        return self.tokenizer.decode(ids, skip_special_tokens=skips)
 
     def _rendered(self, chat: pb.ChatPrompt, path: str) -> ChatText:
         assert self._template is not None, "check_chat() comes first"

@@ -41,7 +41,12 @@ def check_prompt(output: Output, prompt_tokens: int) -> None:
 
 def check_answer(answer: Message, path: str) -> None:
     """Raises Failure for a whole answer that no message holds: of text and ids it is told at the end only."""
-    if answer.ByteSize() > MAX_ANSWER_BYTES:
+    check_size(answer.ByteSize(), path)
+
+
+def check_size(num_bytes: int, path: str) -> None:
+    """The same of one that is not made yet, and will have so many bytes at least."""
+    if num_bytes > MAX_ANSWER_BYTES:
         text = f"its answer is larger than {MAX_ANSWER_BYTES} bytes, the most of a message: ask in parts"
         raise errors.invalid_fields([Violation(path, text)])
 

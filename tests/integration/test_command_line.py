@@ -349,8 +349,8 @@ def test_top_shows_running_sequences_once(start_server: Any, wait_until: WaitUnt
 def test_a_killed_worker_comes_back_as_a_new_epoch(start_server: Any, wait_until: WaitUntil) -> None:
     server = start_server(*FAKE)
     with Client(server.address) as client:
-        before = client.page_pool().revision.epoch
-        os.kill(server.process_ids["worker"], signal.SIGKILL)
+        before, killed = client.page_pool().revision.epoch, server.process_ids["worker"]
+        os.kill(killed, signal.SIGKILL)
 
         def answers_again() -> bool:
             try:
@@ -360,6 +360,9 @@ def test_a_killed_worker_comes_back_as_a_new_epoch(start_server: Any, wait_until
                 return False
 
         wait_until(answers_again, "a new worker")
+    wait_until(lambda: server.process_ids.get("worker", killed) != killed, "its number in the ready file")
+    children = [child.pid for child in psutil.Process(server.process.pid).children()]
+    assert server.process_ids["worker"] in children
     assert "worker ended (signal KILL); again in" in server.log()
     assert server.stop() == 0
 

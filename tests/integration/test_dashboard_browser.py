@@ -549,7 +549,7 @@ def test_the_playground_streams_and_shows_what_was_cached(tab: Tab) -> None:
     box.fill("The same words again and again. " * 8)
     box.press("Control+Enter")
     for expected in ("miss_cold", "hit"):
-        tab.page.wait_for_timeout(1000)
+        tab.page.locator("[data-test-script-state=notRunning]").wait_for(timeout=60_000)
         tab.page.get_by_role("button", name="Send").click()
         tab.page.get_by_text("Reused pages").wait_for(timeout=60_000)
         tokens = tab.page.locator(f".ruler .token.{expected}")

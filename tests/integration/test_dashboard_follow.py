@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dashboard import live_pages
 from dashboard.client import ServiceSource
 from dashboard.live_pages import Follower, LivePages
 from dashboard.recordings import save_past
@@ -66,15 +67,25 @@ def test_a_large_map_comes_in_parts_and_stays_equal(
 
 @pytest.mark.parametrize("limit", [60.0, pytest.param(BACK_SECONDS, marks=pytest.mark.slow)])
 def test_a_service_that_dies_is_noticed_and_comes_back_by_itself(
-    pages: LivePages, feed: FeedServer, wait_until: Callable[..., None], limit: float
+    pages: LivePages,
+    feed: FeedServer,
+    wait_until: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    limit: float,
 ) -> None:
     """B119: an endpoint that is down is shown, not raised."""
-    follower = the(pages)
+    follower, watch, tries = the(pages), pages.source.watch, list[str]()
+
+    def try_again(worker_id: str, resume_after: pb.Revision | None) -> Any:
+        tries.append(worker_id)
+        return watch(worker_id, resume_after)
+
+    monkeypatch.setattr(pages.source, "watch", try_again)
     feed.stop()
     wait_until(lambda: follower.status.kind in ("no_service", "stale"), "a word of it")
     assert follower.live_map.is_whole, "the last map stays"
     wait_until(lambda: pages.failure, "the roster's word of it")
-    time.sleep(2)  # away for a while, so that tries were in vain and waits have grown
+    wait_until(lambda: len(tries) >= 4, "tries in vain, and waits that have grown")
     feed.pool.epoch += 1  # another life
     feed.start()
     began = time.monotonic()
@@ -131,8 +142,10 @@ def test_the_token_goes_with_every_call(feed: FeedServer, monkeypatch: pytest.Mo
 def test_a_refusal_is_told_and_tried_again_without_haste(
     feed: FeedServer, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Neither at once nor after the second in which a service that is down is tried again."""
     source = ServiceSource(feed.address)
     tries: list[float] = []
+    monkeypatch.setattr(live_pages, "LAST_BACKOFF_SECONDS", 1.5)
 
     def refuse(worker_id: str, resume_after: pb.Revision | None) -> Any:
         tries.append(time.monotonic())
@@ -143,8 +156,8 @@ def test_a_refusal_is_told_and_tried_again_without_haste(
     try:
         wait_until(lambda: (one := pages.follower("")) is not None and one.status.kind == "denied")
         assert "cache.read" in the(pages).status.reason
-        time.sleep(1.0)  # nothing may happen in that time
-        assert len(tries) == 1
+        wait_until(lambda: len(tries) == 2, "the second try")
+        assert tries[1] - tries[0] >= 1.5
     finally:
         pages.stop()
 

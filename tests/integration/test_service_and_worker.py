@@ -18,7 +18,7 @@ import pytest
 from kvatlas.v1 import cache_pb2, cache_pb2_grpc, generation_pb2_grpc
 from kvatlas.v1 import generation_pb2 as pb
 from service.fleet import prefix_hint
-from service.handlers import generation as generation_module
+from service.handlers import tokens as tokens_module
 from service.testing import Refusal, RunningService, running_service
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,7 +172,7 @@ def test_a_long_text_is_looked_up_beside_the_loop(
         threads.append(threading.current_thread().name)
         return prefix_hint.page_fingerprints(*arguments)
 
-    monkeypatch.setattr(generation_module, "page_fingerprints", looking)
+    monkeypatch.setattr(tokens_module, "page_fingerprints", looking)
     for text in ("x" * 100_000, "x"):
         stack.generation.Tokenize(pb.TokenizeRequest(text=text), timeout=CALL_SECONDS)
     assert threads[0].startswith("text_")

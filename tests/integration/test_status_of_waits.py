@@ -3,15 +3,17 @@
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from kvatlas.v1 import cache_pb2, server_pb2
+from kvatlas.v1 import cache_pb2, generation_pb2_grpc, server_pb2
 from kvatlas.v1 import generation_pb2 as pb
 from service.testing_callers import SECONDS, Caller, Told, both, told
 from service.testing_fleet import wait_for
+from tests.held_tokenizer import HELD, HeldTokenizer
 from tests.status_stack import (
     CONTEXT,
     FIVE_ATTEMPTS,
@@ -68,6 +70,30 @@ def quota_of_queued(stack: Stack) -> Told:
         assert next(waiting).WhichOneof("event") == "queued"
         refusal = both(capped, spec_of())
         waiting.cancel()
+    return refusal
+
+
+def quota_of_text_calls(stack: Stack) -> Told:
+    """Counted apart from generations: these go on."""
+    tokenizer = HeldTokenizer.toy()
+    running, channel, admin = stack.service(tokenizer=tokenizer)
+    wait_for(lambda: running.service.backstage.pool.usable, "the worker")
+    capped, user = (Caller(channel, admin, TOKENS[name]) for name in ("capped", "user"))
+    held = pb.TokenizeRequest(text=HELD)
+    stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+    calls = [stub.Tokenize.future(held, timeout=SECONDS, metadata=capped.metadata) for _ in range(2)]
+    try:
+        wait_for(lambda: running.service.backstage.text_calls.active == 2, "two calls")
+        refusal = told(lambda: capped.Tokenize(pb.TokenizeRequest(text="abc")))
+        ids = pb.DetokenizeRequest(token_ids=[65])
+        assert told(lambda: capped.Detokenize(ids)) == refusal
+        assert user.Detokenize(ids).text == "A"
+        assert capped.generate(spec_of()).usage.completion_tokens == 4
+    finally:
+        tokenizer.go_on.set()
+    assert [call.result().token_count for call in calls] == [len(HELD)] * 2
+    wait_for(lambda: not running.service.backstage.text_calls.active, "their end")
+    assert capped.Detokenize(ids).text == "A"
     return refusal
 
 
@@ -136,6 +162,8 @@ ROWS_OF_TABLE = (
     Row(quota_of_active, "RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED", ("limit", "value", "request_id"),
         retry_ms=1000, quota="principal:capped"),
     Row(quota_of_queued, "RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED", ("limit", "value", "request_id"),
+        retry_ms=1000, quota="principal:capped"),
+    Row(quota_of_text_calls, "RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED", ("limit", "value"),
         retry_ms=1000, quota="principal:capped"),
     Row(queue_timeout, "RESOURCE_EXHAUSTED", "QUEUE_TIMEOUT", ("request_id",), retry_ms=1000),
     Row(too_many_watches, "RESOURCE_EXHAUSTED", "WATCH_LIMIT", retry_ms=1000),

@@ -54,7 +54,7 @@ CALL = '<tool_call>\n{"name": "rain", "arguments": {"city": "Köln"}}\n</tool_ca
 
 def prompts_with(source: str) -> Prompts:
     tokenizer = Tokenizer.toy()
-    return Prompts(tokenizer, ChatTemplate(source, ControlTokens([])), TextThreads())
+    return Prompts(tokenizer, ChatTemplate(source, ControlTokens([])), TextThreads(), TextThreads())
 
 
 def turn(role: Any, content: str, **more: str) -> pb.ChatMessage:

@@ -24,7 +24,7 @@ WAIT_SECONDS = 20.0
 
 # Two children of a test: each says what happens to it in the file `log` of the folder it runs for.
 HARNESS = """
-import os, signal, sys, threading, time
+import json, os, signal, sys, threading, time
 from pathlib import Path
 from kvatlas.cli.supervisor import ChildSpec, RestartPolicy, Supervisor, print_log
 folder = Path(sys.argv[1])
@@ -59,7 +59,10 @@ def take_a_signal():
     while not (folder / "signal").exists(): time.sleep(0.01)
     signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 threading.Thread(target=take_a_signal, daemon=True).start()
-sys.exit(supervisor.run(ready, lambda: (folder / "ready").touch(), 10.0))
+def tell():
+    (folder / "told").write_text(json.dumps(supervisor.process_ids()))
+    (folder / "told").replace(folder / "ready")
+sys.exit(supervisor.run(ready, tell, 10.0, tell))
 """
 
 
@@ -250,6 +253,24 @@ def test_a_killed_child_is_started_again_and_the_other_stays(start: Callable[...
     assert "second ended (signal KILL); again in 0.01 s" in text
 
 
+def test_who_runs_is_told_again_when_a_child_was_started_again(start: Callable[..., Run]) -> None:
+    """The ready file of `kvatlas serve` went on naming a process that was gone."""
+    run = start()
+    run.wait_ready()
+
+    def told() -> dict[str, int]:
+        running: dict[str, int] = json.loads((run.folder / "ready").read_text())
+        return running
+
+    (first,), (second,) = run.pids("first"), run.pids("second")
+    assert told() == {"first": first, "second": second}
+    os.kill(second, signal.SIGKILL)
+    wait_for(lambda: len(run.pids("second")) == 2, "restart")
+    wait_for(lambda: told() == {"first": first, "second": run.pids("second")[1]}, "news of the restart")
+    run.process.send_signal(signal.SIGTERM)
+    run.end()
+
+
 def test_a_drained_service_ends_it_all_and_a_worker_that_ended_comes_back(start: Callable[..., Run]) -> None:
     """Only an operator's drain ends a service with code 0; its restart would take the drain back."""
     run = start()
@@ -406,3 +427,17 @@ def test_a_ready_file_appears_whole(tmp_path: Path) -> None:
         os.getpid(),
     )
     assert [path.name for path in tmp_path.iterdir()] == ["ready.json"]
+
+
+def test_a_ready_file_is_renewed_where_it_is_and_costs_nothing_where_it_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ready, place = tmp_path / "ready.json", serve.Place(Path("/tmp/x"), "127.0.0.1:1", "127.0.0.1:2", 3, 4)
+    serve._renew_ready(ready, place, {"worker": 6})
+    assert not ready.exists(), "somebody has taken it away"
+    serve._write_ready(ready, place, {"worker": 5})
+    serve._renew_ready(ready, place, {"worker": 6})
+    assert json.loads(ready.read_text())["process_ids"] == {"worker": 6}
+    (tmp_path / "ready.json.part").mkdir()
+    serve._renew_ready(ready, place, {"worker": 7})
+    assert "cannot write" in capsys.readouterr().err

@@ -94,8 +94,8 @@ class ScriptedServer(generation_pb2_grpc.GenerationServiceServicer):
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.GenerateResponse:
         self._enter(context)
-        if request.spec.text == "slow":
-            threading.Event().wait(1.0)
+        while request.spec.text == "slow" and context.is_active():  # until its client has had enough
+            threading.Event().wait(0.005)
         if request.spec.text == "bad":
             self._abort(
                 context,

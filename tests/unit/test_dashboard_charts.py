@@ -1,14 +1,16 @@
 """Charts: rates of counters that may fall, few points however long, sums; numbers as people say them."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from dashboard import charts
+from dashboard import charts, readings
 from dashboard.facts import Estimate, EstimateReport
 from dashboard.spectrogram import FIGURES
 from dashboard.view_parts import counted, span
+from kvatlas.v1 import cache_pb2 as pb
 
 
 def test_a_counter_that_fell_began_anew_and_no_rate_is_negative() -> None:
@@ -59,6 +61,17 @@ def test_the_curve_shows_one_setting_and_what_was_observed() -> None:
     assert [row["y"] for row in data if row.get("what") == "observed"] == [0.21]
     table = charts.page_sizes(report(), 3200)
     assert table["page size"].tolist() == [8, 16]
+
+
+def test_what_is_not_known_of_the_pool_is_no_zero() -> None:
+    unknown = readings.estimate(pb.CacheEstimate(pool_slots=3200, page_size=8))
+    none = readings.estimate(
+        pb.CacheEstimate(pool_slots=3200, page_size=16, evictions=0, mean_wasted_slots=0.0)
+    )
+    table = charts.page_sizes(replace(report(), estimates=(unknown, none)), 3200)
+    for column in ("evictions", "wasted slots"):
+        assert table[column].isna().tolist() == [True, False]
+        assert table[column][1] == 0
 
 
 def test_misses_add_up_to_all_tokens() -> None:

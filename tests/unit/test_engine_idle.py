@@ -15,17 +15,19 @@ from worker.status import StepMark
 from worker.traffic import TimedStep
 
 
-def test_an_idle_engine_sleeps() -> None:
+def test_an_idle_engine_sleeps(wait_until: Callable[..., None]) -> None:
+    """Processor time, whatever else the machine does: one that spins has half a second of it at all times."""
+
+    def is_asleep() -> bool:
+        before = time.process_time()
+        threading.Event().wait(0.5)
+        return time.process_time() - before < 0.1
+
     with bench() as b:
         b.add(1, prompt_of(1))
         b.finish(1)
         b.wait(lambda: len(b.commands.drain()) == 0)
-        began = time.thread_time()
-        threading.Event().wait(0.3)
-        before = time.process_time()
-        threading.Event().wait(0.5)
-        assert time.process_time() - before < 0.1, "it spins"
-        assert time.thread_time() - began < 0.1
+        wait_until(is_asleep, "an engine that does not spin")
 
 
 def test_idle_time_is_counted_and_numbers_reach_the_observer_without_a_step() -> None:

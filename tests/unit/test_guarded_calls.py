@@ -62,11 +62,20 @@ class Stage:
         self.telemetry = Telemetry(self.metrics)
         self.guard = Guard(default_deadline=DEFAULT, max_deadline=LONGEST)
 
-    async def call(self, behaviour: Behaviour, context: _Context, method: str = SERVICE + "Generate") -> Any:
+    async def call(
+        self,
+        behaviour: Behaviour,
+        context: _Context,
+        method: str = SERVICE + "Generate",
+        *,
+        parse: Callable[[bytes], Any] = bytes,
+        data: bytes = b"",
+    ) -> Any:
         """Its answer; None where it was aborted."""
-        inner = self.guard.wrap(method, grpc.unary_unary_rpc_method_handler(behaviour))
+        inner = self.guard.wrap(method, grpc.unary_unary_rpc_method_handler(behaviour, parse))
+        outer = self.telemetry.wrap(method, inner)
         try:
-            return await self.telemetry.wrap(method, inner).unary_unary(b"", context)
+            return await outer.unary_unary(outer.request_deserializer(data), context)
         except grpc.aio.AbortError:
             return None
 
@@ -109,6 +118,31 @@ def test_a_call_has_its_clients_deadline_or_ours_counted_from_its_receipt(
     call = asyncio.run(seen(left, method))
     assert call.deadline == call.received + kept
     assert call.deadline_is_ours == is_ours
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_message_is_parsed_once_its_caller_is_known_and_not_before(is_known: bool) -> None:
+    """Map entries without end held up every stream for a second and more, whoever had sent them."""
+    done: list[str] = []
+
+    def check(call: Call, context: Any) -> None:
+        done.append("checked")
+        if not is_known:
+            raise errors.bad_credentials()
+
+    def parse(data: bytes) -> bytes:
+        done.append("parsed")
+        return data.upper()
+
+    async def answer(request: bytes, context: Any) -> None:
+        done.append(request.decode())
+
+    stage = Stage()
+    stage.guard = Guard(default_deadline=DEFAULT, max_deadline=LONGEST, checks=(check,))
+    context = _Context()
+    asyncio.run(stage.call(answer, context, parse=parse, data=b"words"))
+    assert done == (["checked", "parsed", "WORDS"] if is_known else ["checked"])
+    assert stage.counted("calls_handled") == {"OK" if is_known else "UNAUTHENTICATED": 1}
 
 
 def test_a_failure_is_counted_and_logged_as_the_status_that_the_client_gets(

@@ -80,10 +80,15 @@ def test_a_quota_counts_what_waits_apart_from_what_is_in_progress() -> None:
     third.release()
     third.release()
     assert (quota.active, quota.queued) == (2, 0), "one that never started leaves the queue too"
+    text_calls = [quota.enter_text_call() for _ in range(3)]
+    assert quota.full_of_text_calls() == ("max_active_requests", 3)
+    text_calls[0].release()
+    assert quota.full_of_text_calls() is None, "others than generations"
     quota.limit(1, 0)
+    assert quota.full_of_text_calls() == ("max_active_requests", 1)
     assert quota.full() == ("max_active_requests", 1), "a new limit is for new ones"
     quota.limit(0, 0)
-    assert quota.full() is None
+    assert quota.full() is quota.full_of_text_calls() is None
 
 
 def test_a_drain_is_an_operators_to_take_back_until_a_signal_or_its_end() -> None:

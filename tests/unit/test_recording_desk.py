@@ -402,10 +402,11 @@ def test_an_estimate_that_is_none_is_answered_with_its_reason(
     assert "which nobody may read" not in failure.message
 
 
-@pytest.mark.parametrize(("evictions", "wasted"), [(None, None), (3, 2.5)])
+@pytest.mark.parametrize(("evictions", "wasted"), [(None, None), (0, 0.0), (3, 2.5)])
 def test_figures_arrive_as_they_were_computed(
     bench: Bench, evictions: int | None, wasted: float | None
 ) -> None:
+    """What nobody looked at was told as 0."""
     figures: dict[str, Any] = {
         "num_pages": 12,
         "page_size": 8,
@@ -434,6 +435,8 @@ def test_figures_arrive_as_they_were_computed(
     )
     (reply,) = bench.told()
     assert isinstance(reply, worker_pb2.CommandReply)
+    told = reply.estimate.observed
+    assert (told.HasField("evictions"), told.HasField("mean_wasted_slots")) == (evictions is not None,) * 2
     prefix = {"hit_tokens": 30, "miss_cold_tokens": 10, "miss_evicted_tokens": 40, "unaligned_tokens": 20}
     half = Duration(nanos=500_000_000)
     sample = cache_pb2.EstimateSample(
@@ -465,8 +468,8 @@ def test_figures_arrive_as_they_were_computed(
             eviction_policy="lru",
             prefix=cache_pb2.PrefixLookupTotals(**{**prefix, "hit_tokens": 10}),
             hit_ratio=0.125,
-            evictions=evictions or 0,
-            mean_wasted_slots=wasted or 0.0,
+            evictions=evictions,
+            mean_wasted_slots=wasted,
             preemptions=6,
             mean_queue_time=half,
         ),

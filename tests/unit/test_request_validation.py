@@ -213,9 +213,7 @@ def test_a_cancellation_names_1_to_256_ids() -> None:
 def test_tokenize_and_detokenize_are_checked() -> None:
     assert [v.path for v in validate.tokenization(pb.TokenizeRequest())] == ["prompt"]
     assert validate.tokenization(pb.TokenizeRequest(text="")) == []
-    assert [v.path for v in validate.detokenization(pb.DetokenizeRequest(token_ids=[VOCAB]), VOCAB)] == [
-        "token_ids"
-    ]
+    assert [v.path for v in validate.detokenization(array("I", [VOCAB]), VOCAB)] == ["token_ids"]
 
 
 def test_many_ids_are_checked_in_one_pass() -> None:

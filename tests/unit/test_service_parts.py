@@ -90,7 +90,7 @@ def test_the_channel_options_are_those_of_the_table() -> None:
 
 def test_a_model_without_a_chat_template_refuses_chats() -> None:
     """H8."""
-    prompts = Prompts(Tokenizer.toy(), None, TextThreads())
+    prompts = Prompts(Tokenizer.toy(), None, TextThreads(), TextThreads())
     with pytest.raises(Failure) as raised:
         prompts.check_chat(pb.ChatPrompt())
     assert (raised.value.reason, raised.value.metadata) == ("FEATURE_DISABLED", {"feature": "chat"})

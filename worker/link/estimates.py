@@ -144,8 +144,8 @@ def _response(answer: dict[str, Any], task: EstimateTask, epoch_ns: int) -> cach
             eviction_policy=today.policy,
             prefix=cache_pb2.PrefixLookupTotals(**{name: observed[name] for name in _PREFIX_FIELDS}),
             hit_ratio=observed["hit_tokens"] / looked_up if looked_up else 0.0,
-            evictions=observed["evictions"] or 0,
-            mean_wasted_slots=observed["mean_wasted_slots"] or 0.0,
+            evictions=observed["evictions"],  # None stays unset
+            mean_wasted_slots=observed["mean_wasted_slots"],
             preemptions=observed["preemptions"],
             mean_queue_time=_duration(observed["mean_queue_seconds"]),
         ),

@@ -57,12 +57,20 @@ def run(settings: Namespace) -> int:
         if settings.parent_watch:
             supervisor.watch_parent(settings.parent_watch)
 
+        ready = Path(settings.ready_file) if settings.ready_file else None
+
         def on_ready() -> None:
             print_log(_ready_line(place, time.monotonic() - started))
-            if settings.ready_file:
-                _write_ready(Path(settings.ready_file), place, supervisor.process_ids())
+            if ready is not None:
+                _write_ready(ready, place, supervisor.process_ids())
 
-        return supervisor.run(lambda: _is_ready(place.metrics_port), on_ready, settings.ready_timeout)
+        def on_change() -> None:
+            if ready is not None:
+                _renew_ready(ready, place, supervisor.process_ids())
+
+        return supervisor.run(
+            lambda: _is_ready(place.metrics_port), on_ready, settings.ready_timeout, on_change
+        )
     finally:
         shutil.rmtree(place.folder, ignore_errors=True)
 
@@ -180,3 +188,12 @@ def _write_ready(path: Path, place: Place, process_ids: dict[str, int]) -> None:
         aside.replace(path)
     except OSError as error:
         raise CommandFailed(f"cannot write {path}: {error.strerror}", USAGE) from None
+
+
+def _renew_ready(path: Path, place: Place, process_ids: dict[str, int]) -> None:
+    """Who reads it later finds the processes of now. Not where it was taken away: nobody wants it."""
+    if path.exists():
+        try:
+            _write_ready(path, place, process_ids)
+        except CommandFailed as error:  # what serves goes on
+            print_log(str(error))

@@ -102,8 +102,17 @@ class Supervisor:
         """Ends it in order, as SIGTERM does, once another process than this is the parent."""
         threading.Thread(target=self._await_orphaned, args=(pid,), daemon=True).start()
 
-    def run(self, is_ready: Callable[[], bool], on_ready: Callable[[], None], ready_seconds: float) -> int:
-        """Starts all, waits until they are ready, keeps them alive. An exit code; no child is left."""
+    def run(
+        self,
+        is_ready: Callable[[], bool],
+        on_ready: Callable[[], None],
+        ready_seconds: float,
+        on_change: Callable[[], None],
+    ) -> int:
+        """Starts all, waits until they are ready, keeps them alive. An exit code; no child is left.
+
+        `on_change` is called whenever `process_ids` has become another one since `on_ready`.
+        """
         try:
             for child in self._children.values():
                 self._start(child)
@@ -111,7 +120,7 @@ class Supervisor:
             if code is None:
                 self._is_ready = True
                 on_ready()
-                code = self._keep_alive()
+                code = self._keep_alive(on_change)
         finally:
             self._end_all()
             self._ignore_signals()
@@ -142,7 +151,8 @@ class Supervisor:
         self._log(f"not ready after {limit_seconds:g} s: giving up")
         return FAILED
 
-    def _keep_alive(self) -> int:
+    def _keep_alive(self, on_change: Callable[[], None]) -> int:
+        told = self.process_ids()
         while True:
             event = self._next_event(self._until_restart())
             if isinstance(event, signal.Signals):
@@ -154,6 +164,9 @@ class Supervisor:
             if event is not None and not self._plan_restart(event):
                 return FAILED
             self._restart_due()
+            if (running := self.process_ids()) != told:
+                told = running
+                on_change()
 
     def _next_event(self, timeout_seconds: float | None) -> "_Died | signal.Signals | None":
         """A death that counts, a signal, or None when the time is up."""
