@@ -16,11 +16,11 @@ PIP    := $(PYTHON) -m pip --disable-pip-version-check --no-input $(shell test -
 READY  := $(VENV)/.kvatlas
 DEV    := $(VENV)/.kvatlas-dev
 # uv finds and unpacks a hundred packages in a sixth of pip's time. torch stays pip's: uv takes the one that is
-# there, and knows neither pip's settings nor a build of torch that they lead to. hatchling wants editables for
-# -e and says so to pip alone. Where uv reaches no index, pip installs the rest too.
+# there, and knows neither pip's settings nor a build of torch that they lead to. Where uv reaches no index, pip
+# installs the rest too.
 QUIET  := $(shell test -t 2 || echo -q)
 INSTALL = $(PIP) install --no-compile "$(TORCH)" "uv>=0.9,<1" && \
-  { $(PYTHON) -m uv pip install $(QUIET) --python $(PYTHON) editables -e '.[$(1)]' || \
+  { $(PYTHON) -m uv pip install $(QUIET) --python $(PYTHON) -e '.[$(1)]' || \
     { echo "uv could not, so pip does it"; $(PIP) install --no-compile -e '.[$(1)]'; }; }
 
 # A checkout runs without being installed: protos/ holds the package kvatlas.

@@ -159,6 +159,7 @@ def in_turns(run: Callable[[bool], Run], rounds: int, deadline: float = math.inf
             pairs.append((found[False], found[True]))
             longest = max(longest, time.monotonic() - began)
     finally:
+        gc.unfreeze()
         sys.setswitchinterval(switch_seconds)
     return _compared(pairs)
 
@@ -166,11 +167,8 @@ def in_turns(run: Callable[[bool], Run], rounds: int, deadline: float = math.inf
 def _settled(run: Callable[[bool], Run], observed: bool) -> Run:
     """One run, in which the collector walks nothing that was there before."""
     gc.collect()
-    gc.freeze()
-    try:
-        return run(observed)
-    finally:
-        gc.unfreeze()
+    gc.freeze()  # with what is frozen already: only the first run waits until all of it was walked
+    return run(observed)
 
 
 def _compared(pairs: Sequence[tuple[Run, Run]]) -> dict[str, object]:

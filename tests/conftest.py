@@ -200,6 +200,7 @@ class RunningServer:
     log_path: Path
     ready_path: Path
     token: str = ""  # of whoever may ask it
+    hold: Hold | None = None  # where its device can be held; off
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -321,17 +322,21 @@ def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSer
 
 
 @pytest.fixture(scope="session")
-def guarded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """The same, but that it asks for its `token`."""
+def guarded_server(
+    tmp_path_factory: pytest.TempPathFactory, make_hold: Callable[[], Hold]
+) -> Iterator[RunningServer]:
+    """The same, but that it asks for its `token` and has a `hold`."""
     folder, token = tmp_path_factory.mktemp("guarded"), "guarded-51c0a7d2"
     digest = hashlib.sha256(token.encode()).hexdigest()
     principal = '[[principal]]\nname = "one"\ntenant = "one"\nscopes = ["generate", "cache.read"]\n'
     (folder / "auth.toml").touch(mode=0o600)
     (folder / "auth.toml").write_text(f'{principal}token_sha256 = ["{digest}"]\n')
     settings = ("--runner", "fake", "--model", "random:tiny", "--num-pages", "255")
-    server = _start_server(
-        folder, *settings, "--set-service", f"auth_file={folder / 'auth.toml'}", token=token
-    )
+    settings = (*settings, "--set-service", f"auth_file={folder / 'auth.toml'}")
+    hold = make_hold()
+    hold.off()
+    server = _start_server(folder, *settings, *hold.settings, token=token)
+    server.hold = hold
     yield server
     _stop_server(server)
 
@@ -359,9 +364,13 @@ def _tail(log: str) -> str:
     return "\n".join(log.splitlines()[-LOG_LINES:])
 
 
-def pytest_collection() -> None:
+def pytest_collection(session: pytest.Session) -> None:
     """Thousands of modules and tests are made, and none goes again: the collector would walk them often."""
     gc.disable()
+    if session.config.args == ["tests"]:
+        from tests.rewritten_once import rewrite_a_share
+
+        rewrite_a_share(session.config, [*ROOT.glob("tests/*/test_*.py")])
 
 
 def pytest_collection_finish() -> None:

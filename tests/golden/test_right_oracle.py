@@ -6,12 +6,12 @@ the answer. Prompts with a gap of 1e-3 or less are recorded but not compared: th
 summation may pick another token. transformers reads the weights and the vocabulary itself, with its own code.
 """
 
+import functools
 import inspect
 import json
 import sys
 import time
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,7 @@ class Oracle:
     """transformers, fp32, one prompt at a time, weights and vocabulary read from the GGUF by transformers."""
 
     def __init__(self, path: Path) -> None:
+        import gguf
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
         from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -113,7 +114,9 @@ class Oracle:
         config = LlamaConfig(**SHAPE)
         with torch.device("meta"):
             model = LlamaForCausalLM(config)
-        # Reading the file takes transformers seconds: once, and then the shape is checked.
+        # Reading the file takes transformers seconds: once, and then the shape is checked. It would make the
+        # table of names again for each module of the model, for 4 of 10 seconds.
+        gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
         loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
         assert SHAPE.items() <= loaded["config"].items(), loaded["config"]
         tensors = loaded["tensors"]
@@ -126,7 +129,7 @@ class Oracle:
         self._cache_name = "cache" if "cache" in named else "past_key_values"  # renamed within version 5
         self._path = path
 
-    @cached_property
+    @functools.cached_property
     def _tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 

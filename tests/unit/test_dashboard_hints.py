@@ -4,7 +4,6 @@ import json
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,8 +19,7 @@ from dashboard.spectrogram import FIGURES
 from dashboard.view_parts import prompt_command
 from kvatlas.client.channel import DEFAULT_ADDRESS
 from kvatlas.client.errors import DeadlineExceeded
-
-APP = Path(__file__).parents[2] / "dashboard" / "app.py"
+from tests.dashboard_app import dashboard_app
 
 
 class AddressedSource(DemoSource):
@@ -57,7 +55,7 @@ def follow(wait_until: Callable[..., None]) -> Iterator[Callable[[DemoSource], L
 
 
 def run(view: str) -> AppTest:
-    app = AppTest.from_file(str(APP), default_timeout=60).run()
+    app = dashboard_app().run()
     app.switch_page(f"views/{view}.py").run()
     assert not app.exception, [each.value for each in app.exception]
     return app
@@ -84,7 +82,7 @@ def test_a_view_without_sequences_says_how_to_have_one_on_this_server(
 
 def test_the_map_tells_the_browser_where_a_prompt_goes(follow: Callable[[DemoSource], LivePages]) -> None:
     follow(AddressedSource("10.0.0.1:7", is_quiet=True))
-    app = AppTest.from_file(str(APP), default_timeout=60).run()
+    app = dashboard_app().run()
     told = json.loads(app.get("bidi_component")[0].proto.json)
     assert told["module"] == "page_map.js"
     assert told["prompt_command"].endswith(" --address 10.0.0.1:7")

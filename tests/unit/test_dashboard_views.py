@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,8 @@ from dashboard.live_pages import LivePages
 from dashboard.spectrogram import FIGURES
 from dashboard.view_parts import short_id
 from kvatlas.client.errors import KvatlasError, PermissionDenied, Refused, Unavailable
+from tests.dashboard_app import dashboard_app
 
-APP = Path(__file__).parents[2] / "dashboard" / "app.py"
 VIEWS = ("page_map", "requests", "prefix_tree", "what_if", "timeline", "integrity", "playground", "explain")
 SETTINGS = from_args([], {})
 
@@ -67,7 +66,7 @@ def pages(source: DemoSource, wait_until: Callable[..., None]) -> Iterator[LiveP
 
 
 def run(view: str, **query: str) -> AppTest:
-    app = AppTest.from_file(str(APP), default_timeout=60)
+    app = dashboard_app()
     for name, value in query.items():
         app.query_params[name] = value
     app.run()

@@ -89,3 +89,52 @@ def test_a_kernel_that_raises_leaves_the_next_launch_whole() -> None:
     values, weights = torch.randn(8, 5), torch.randn(5)
     summed_rows[(4,)](values, weights, out, 5, ROWS=2, COLUMNS=8)
     torch.testing.assert_close(out, expected(values, weights))
+
+
+@triton.jit
+def outer_product(rows, columns, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    product = tl.load(rows + row)[:, None] * tl.load(columns + column)[None, :]
+    tl.store(out + row[:, None] * COLUMNS + column[None, :], product + tl.load(columns + column))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 4), (4, 1), (4, 4), (2, 8)])
+def test_values_of_all_shapes_meet_as_they_did(rows: int, columns: int) -> None:
+    """Also where the shape of one is that of another with the dimensions exchanged."""
+    quicken()
+    left, right = torch.randn(rows), torch.randn(columns)
+    out = torch.empty(rows, columns)
+    outer_product[(1,)](left, right, out, ROWS=rows, COLUMNS=columns)
+    torch.testing.assert_close(out, left[:, None] * right + right)
+
+
+def test_types_of_one_shape_share_it() -> None:
+    """Else Triton has other insides, and is as slow as it was."""
+    quicken()
+    one, other = tl.block_type(tl.int32, [2, 4]), tl.block_type(tl.float32, [tl.constexpr(2), 4])
+    assert one.shape is other.shape
+    assert tl.block_type(tl.int32, [4, 2]).shape is not one.shape
+    assert (one.numel, one.name) == (8, f"<{one.shape}, int32>")
+    assert other.name == f"<{one.shape}, fp32>"
+    assert one == tl.block_type(tl.int32, one.shape)
+    assert one != other
+
+
+@pytest.mark.parametrize("shape", [[3], [2, 0], [4.0], [1 << 30]])
+def test_a_shape_that_no_block_has_is_refused_each_time(shape: list[int]) -> None:
+    quicken()
+    tl.block_type(tl.int32, [4])  # equal to 4.0, and known
+    for _ in range(2):
+        with pytest.raises((TypeError, ValueError)):
+            tl.block_type(tl.int32, shape)
+
+
+def test_shapes_that_do_not_meet_are_refused() -> None:
+    quicken()
+    with pytest.raises(interpreter.InterpreterError, match="Cannot make_shape_compatible"):
+        mismatched[(1,)](torch.empty(8))
+
+
+@triton.jit
+def mismatched(out):
+    tl.store(out + tl.arange(0, 8), tl.arange(0, 8) + tl.arange(0, 4))
