@@ -77,6 +77,18 @@ def test_wherever_calls_are_cut_the_reader_gets_every_token_and_character_once(
     assert course.resumes == len(calls) - 1
 
 
+def test_no_answer_is_gathered_from_a_stream_without_its_beginning_or_end() -> None:
+    course = course_of(stream_request())
+    begin = course.take(started(stream_request(), drawn_seed=5))
+    summary = course.take(SUMMARY)
+    assert begin is not None
+    assert summary is not None
+    assert gather([begin, summary]).choices == ()
+    for part in ([begin], [summary], []):
+        with pytest.raises(Incomplete, match="no start, or no summary"):
+            gather(part)
+
+
 def test_the_next_call_has_the_seed_and_the_id_that_started_told_and_no_queue_timeout() -> None:
     request = stream_request()
     request.spec.scheduling.queue_timeout.seconds = 3
