@@ -175,6 +175,8 @@ class MapWatcher:
     async def _tell_events(self) -> bool:
         """Events after the watcher's revision; what is in the ring but not yet in the map waits for it."""
         ring = await self._kept.events()
+        if self._watch.needs_snapshot or not self._watch.is_current:
+            return True  # meanwhile: the next turn has to do with it
         wanted = min(self._mirror.revision.number - self._number, EVENTS_PER_MESSAGE)
         self._watch.skip()  # only its snapshots are of use here
         if wanted <= 0 or ring.last_number <= self._number:

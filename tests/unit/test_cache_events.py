@@ -87,6 +87,47 @@ def test_events_that_come_during_the_replay_are_not_lost_and_callers_may_leave()
     asyncio.run(work())
 
 
+def test_a_map_that_is_lost_while_a_watch_waits_for_events_is_waited_for() -> None:
+    """It was taken for whole still: the watch ended as a bug of ours."""
+
+    async def work() -> None:
+        link = ScriptedLink(page_count=50)
+        stage, context = CacheStage(link), ScriptedContext()
+        await stage.welcome()
+        task = await stage.watch(context, mode=pb.WATCH_MODE_EVENTS)
+        stage.mirrors.link_lost(cast(Any, link), LostReason.CRASH)
+        link.restart()
+        link.replay_gate = asyncio.Event()
+        link.touch(1, ACTIVE)
+        await stage.welcome()
+        await until(lambda: len(context.written) == 2)  # the new life's map
+        link.touch(2, ACTIVE)
+        stage.feed(link)
+        await until(lambda: "replay" in link.commands)
+        link.touch(3, ACTIVE)
+        stage.mirrors.link_fed(cast(Any, link), b"e", link.event_feed(2))  # that of 2 is lost
+        stage.feed(link)
+        link.fails_with = worker_pb2.CommandReply()
+        link.touch(4, ACTIVE)
+        link.delta()  # lost
+        link.touch(5, ACTIVE)
+        stage.feed(link)
+        assert stage.mirrors.kept[0].mirror.standing is not Standing.CURRENT
+        link.events, told = link.events[:1], link.events
+        link.replay_gate.set()
+        await until(lambda: stage.mirrors.kept[0].ring.last_number == 3)
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert not task.done()
+        link.events, link.fails_with = told, None
+        await until(lambda: len(context.written) > 2 or task.done())
+        assert context.written[-1].WhichOneof("event") == "snapshot"
+        assert not task.done()
+        task.cancel()
+
+    asyncio.run(work())
+
+
 def test_a_new_life_begins_a_new_ring_of_events() -> None:
     async def work() -> None:
         link = ScriptedLink(page_count=50)
