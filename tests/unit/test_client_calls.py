@@ -8,11 +8,12 @@ from typing import Any
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 
 from kvatlas.client import calls, watch
 from kvatlas.client.admin import Admin
 from kvatlas.client.aio import AsyncClient
-from kvatlas.client.errors import RequestError
+from kvatlas.client.errors import Refused, RequestError, build_error
 from kvatlas.client.events import Tokens
 from kvatlas.client.recordings import Recorder
 from kvatlas.client.request import Message, build_stream
@@ -342,3 +343,30 @@ def test_a_number_that_no_request_can_carry_is_refused_with_its_name(
 ) -> None:
     with pytest.raises(RequestError, match=f"^{name}: .* is out of range$"):
         make()
+
+
+def test_all_details_of_a_refusal_are_read_whoever_put_them_there() -> None:
+    details = [
+        error_details_pb2.QuotaFailure(
+            violations=[error_details_pb2.QuotaFailure.Violation(subject="one", description="too many")]
+        ),
+        *(
+            error_details_pb2.BadRequest(
+                field_violations=[error_details_pb2.BadRequest.FieldViolation(field=each, description="bad")]
+            )
+            for each in "ab"
+        ),
+        error_details_pb2.ErrorInfo(reason="QUOTA_EXCEEDED", domain="kvatlas.v1"),
+        error_details_pb2.ErrorInfo(reason="OTHER", domain="of.a.proxy"),
+    ]
+    status = status_pb2.Status()
+    for each in details:
+        status.details.add().Pack(each)
+    error = build_error("UNKNOWN", "no", status.SerializeToString(), "here:1")
+    assert isinstance(error, Refused)
+    assert error.reason == "QUOTA_EXCEEDED"
+    assert [(v.field, v.description) for v in error.violations] == [
+        ("one", "too many"),
+        ("a", "bad"),
+        ("b", "bad"),
+    ]
