@@ -6,6 +6,7 @@ was written, so a watcher that does not read costs a byte per page and is never 
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +122,9 @@ class MapWatcher:
         """Until there is news, but no sooner than the interval allows. Failure when the drain begins."""
         due = self._sent + self._options.min_interval
         if (rest := due - self._loop.time()) > 0:
-            await asyncio.sleep(rest)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(rest):
+                    await self._board.drain_started.wait()
         if not self._news.is_set():
             patience = self._sent + self._options.heartbeat_interval - self._loop.time()
             # Overdue while the feed is silent: look again now and then.

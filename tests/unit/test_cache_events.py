@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from kvatlas.v1 import cache_pb2 as pb
 from kvatlas.worker.v1 import worker_pb2
@@ -57,6 +58,26 @@ def test_every_event_comes_once_and_in_order_and_a_reader_that_lags_starts_over(
         await until(lambda: len(context.written) > count)
         assert context.written[-1].snapshot.cause == pb.SNAPSHOT_CAUSE_LAGGED
         assert stage.metrics.registry.get_sample_value("kvatlas_page_watch_lagged_total") == 1
+        task.cancel()
+
+    asyncio.run(work())
+
+
+def test_an_event_that_comes_behind_its_map_wakes_who_waits_for_it() -> None:
+    async def work() -> None:
+        link = ScriptedLink(page_count=50)
+        stage, context = CacheStage(link), ScriptedContext()
+        await stage.welcome()
+        task = await stage.watch(context, mode=pb.WATCH_MODE_EVENTS, heartbeat_interval=Duration(seconds=60))
+        (wake,) = stage.mirrors.kept[0].event_watchers
+        link.touch(1, ACTIVE, owner=1)
+        stage.feed(link)
+        news = cast(Any, wake).__self__
+        await until(lambda: not news.is_set())  # it has looked, and there was none
+        assert len(context.written) == 1
+        stage.mirrors.link_fed(cast(Any, link), b"e", link.event_feed(0))
+        await until(lambda: len(context.written) == 2, limit=50)  # not with the next heartbeat
+        assert context.written[1].WhichOneof("event") == "events"
         task.cancel()
 
     asyncio.run(work())
