@@ -63,6 +63,38 @@ def test_every_event_comes_once_and_in_order_and_a_reader_that_lags_starts_over(
     asyncio.run(work())
 
 
+def test_a_watch_of_events_goes_on_behind_the_one_it_has_where_they_are_still_there() -> None:
+    async def work() -> None:
+        link = ScriptedLink(page_count=50)
+        for page in range(3):
+            link.touch(page, ACTIVE, owner=1)
+        stage = CacheStage(link)
+        await stage.welcome()
+        at = pb.Revision(epoch=1, number=2, step=2)
+        context = ScriptedContext()
+        task = await stage.watch(
+            context, mode=pb.WATCH_MODE_EVENTS, resume_after=pb.Revision(epoch=1, number=3)
+        )
+        link.touch(7, ACTIVE, owner=1)
+        stage.feed(link)
+        stage.mirrors.link_fed(cast(Any, link), b"e", link.event_feed(3))
+        await until(lambda: context.written[-1].WhichOneof("event") == "events")
+        assert [message.WhichOneof("event") for message in context.written[:-1]] in ([], ["heartbeat"])
+        assert (context.written[-1].base_number, context.written[-1].events.first_number) == (3, 4)
+        task.cancel()
+        stage.mirrors.kept[0].ring.restart(4)
+        for after, cause in (
+            (at, pb.SNAPSHOT_CAUSE_LAGGED),
+            (pb.Revision(epoch=9, number=4), pb.SNAPSHOT_CAUSE_EPOCH_CHANGED),
+        ):
+            context = ScriptedContext()
+            task = await stage.watch(context, mode=pb.WATCH_MODE_EVENTS, resume_after=after)
+            assert context.written[0].snapshot.cause == cause
+            task.cancel()
+
+    asyncio.run(work())
+
+
 def test_an_event_that_comes_behind_its_map_wakes_who_waits_for_it() -> None:
     async def work() -> None:
         link = ScriptedLink(page_count=50)

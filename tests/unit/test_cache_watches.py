@@ -176,8 +176,16 @@ def test_a_watch_goes_on_after_the_revision_it_has() -> None:
         task.cancel()
         third = ScriptedContext()
         task = await stage.watch(third, resume_after=message.revision)
-        assert third.written[0].WhichOneof("event") in ("heartbeat", "delta")
+        life = third.written[0]
+        assert life.WhichOneof("event") in ("heartbeat", "delta")
+        assert life.base_number == life.revision.number == message.revision.number
         assert_equal(follow(first.written + second.written + third.written), link)
+        link.touch(3, ACTIVE)
+        link.delta()  # lost
+        link.touch(2, ACTIVE)
+        stage.feed(link)
+        await until(lambda: third.written[-1].WhichOneof("event") == "snapshot")
+        assert third.written[-1].snapshot.cause == pb.SNAPSHOT_CAUSE_RESYNCED
         task.cancel()
         for at, cause in (
             (pb.Revision(epoch=7, number=1), pb.SNAPSHOT_CAUSE_EPOCH_CHANGED),
