@@ -178,7 +178,8 @@ class Placement:
         """A worker did not take a resumed run: others are asked, or the same one a little later."""
         choices = self.lost()
         self._note_refusers(choices)
-        if all(link.address in self._refusers for link in self._pool.usable):
+        other = self._pool.pick(self._request, self._avoided)
+        if other is None or other.address in self._refusers:
             self._refusers.clear()
             self._retry_at = self._loop.time() + RETRY_SECONDS
             self._loop.call_at(self._retry_at, self._inbox.wake)
@@ -196,15 +197,18 @@ class Placement:
     def find_home(self) -> bool:
         """Sends the samples that wait, if somebody takes them; False: it has taken too long."""
         now = self._loop.time() + TIMER_SLACK_SECONDS
-        # A worker that drains may not have said so in a heartbeat yet.
-        avoid = {address for address, _ in self._drained} | self._refusers
-        link = self._pool.pick(self._request, avoid) if now >= self._retry_at else None
+        link = self._pool.pick(self._request, self._avoided) if now >= self._retry_at else None
         if link is None:
             return now < self._home_deadline
         homeless = self._homeless
         self.leave_homeless()
         self._send(link, homeless)
         return True
+
+    @property
+    def _avoided(self) -> set[str]:
+        # A worker that drains may not have said so in a heartbeat yet.
+        return {address for address, _ in self._drained} | self._refusers
 
     def leave_homeless(self) -> None:
         """Nothing waits for a worker any more."""
@@ -293,8 +297,10 @@ class Placement:
         link = self._links[choice.index]
         if link is not None and link.carries(self._ids[choice.index]):
             link.abort([self._ids[choice.index]], reason, forget=False)
-        else:
-            self.end_as_aborted([choice])
+            return
+        if choice in self._homeless:  # else it would be sent with the others as soon as there is a worker
+            self._homeless.remove(choice)
+        self.end_as_aborted([choice])
 
     def end_as_aborted(self, choices: Sequence[Choice]) -> None:
         """The end that no worker will send."""

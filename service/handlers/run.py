@@ -200,8 +200,8 @@ class GenerationRun:
         if outcome.status == AddStatus.ACCEPTED:
             self.outcome = self.outcome or outcome
             placement.queued()
-        elif self.is_cancelled:
-            placement.end_as_aborted(placement.lost())
+        elif not self._end_what_is_over(placement.lost()):
+            return  # nobody waits for what it was to compute
         elif placement.is_first_attempt:
             if outcome.status not in _RETRYABLE or not placement.send_to_other():
                 raise refusal_of(
@@ -237,12 +237,15 @@ class GenerationRun:
             self.account.admitted(admitted_at, len(self.request.prompt_ids), start)
 
     def _on_loss(self, reason: LostReason) -> None:
-        lost = self._placement.lost()
+        if not self._placement.lose(self._end_what_is_over(self._placement.lost()), reason):
+            raise self._worker_lost()
+
+    def _end_what_is_over(self, lost: Sequence[Choice]) -> list[Choice]:
+        """Those of them that need another worker."""
         over = [choice for choice in lost if choice.finish is not None or self.is_cancelled]
         # Their ends would have brought the bill; nobody waits for them any more.
         self._placement.end_as_aborted(over)
-        if not self._placement.lose([choice for choice in lost if choice not in over], reason):
-            raise self._worker_lost()
+        return [choice for choice in lost if choice not in over]
 
     def _on_end(self, choice: Choice, end: SequenceEnd) -> None:
         if end.bill is not None:

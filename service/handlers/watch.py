@@ -6,6 +6,7 @@ was written, so a watcher that does not read costs a byte per page and is never 
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +122,9 @@ class MapWatcher:
         """Until there is news, but no sooner than the interval allows. Failure when the drain begins."""
         due = self._sent + self._options.min_interval
         if (rest := due - self._loop.time()) > 0:
-            await asyncio.sleep(rest)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(rest):
+                    await self._board.drain_started.wait()
         if not self._news.is_set():
             patience = self._sent + self._options.heartbeat_interval - self._loop.time()
             # Overdue while the feed is silent: look again now and then.
@@ -175,6 +178,8 @@ class MapWatcher:
     async def _tell_events(self) -> bool:
         """Events after the watcher's revision; what is in the ring but not yet in the map waits for it."""
         ring = await self._kept.events()
+        if self._watch.needs_snapshot or not self._watch.is_current:
+            return True  # meanwhile: the next turn has to do with it
         wanted = min(self._mirror.revision.number - self._number, EVENTS_PER_MESSAGE)
         self._watch.skip()  # only its snapshots are of use here
         if wanted <= 0 or ring.last_number <= self._number:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from kvatlas.v1 import cache_pb2 as pb
 from kvatlas.worker.v1 import worker_pb2
@@ -62,6 +63,58 @@ def test_every_event_comes_once_and_in_order_and_a_reader_that_lags_starts_over(
     asyncio.run(work())
 
 
+def test_a_watch_of_events_goes_on_behind_the_one_it_has_where_they_are_still_there() -> None:
+    async def work() -> None:
+        link = ScriptedLink(page_count=50)
+        for page in range(3):
+            link.touch(page, ACTIVE, owner=1)
+        stage = CacheStage(link)
+        await stage.welcome()
+        at = pb.Revision(epoch=1, number=2, step=2)
+        context = ScriptedContext()
+        task = await stage.watch(
+            context, mode=pb.WATCH_MODE_EVENTS, resume_after=pb.Revision(epoch=1, number=3)
+        )
+        link.touch(7, ACTIVE, owner=1)
+        stage.feed(link)
+        stage.mirrors.link_fed(cast(Any, link), b"e", link.event_feed(3))
+        await until(lambda: context.written[-1].WhichOneof("event") == "events")
+        assert [message.WhichOneof("event") for message in context.written[:-1]] in ([], ["heartbeat"])
+        assert (context.written[-1].base_number, context.written[-1].events.first_number) == (3, 4)
+        task.cancel()
+        stage.mirrors.kept[0].ring.restart(4)
+        for after, cause in (
+            (at, pb.SNAPSHOT_CAUSE_LAGGED),
+            (pb.Revision(epoch=9, number=4), pb.SNAPSHOT_CAUSE_EPOCH_CHANGED),
+        ):
+            context = ScriptedContext()
+            task = await stage.watch(context, mode=pb.WATCH_MODE_EVENTS, resume_after=after)
+            assert context.written[0].snapshot.cause == cause
+            task.cancel()
+
+    asyncio.run(work())
+
+
+def test_an_event_that_comes_behind_its_map_wakes_who_waits_for_it() -> None:
+    async def work() -> None:
+        link = ScriptedLink(page_count=50)
+        stage, context = CacheStage(link), ScriptedContext()
+        await stage.welcome()
+        task = await stage.watch(context, mode=pb.WATCH_MODE_EVENTS, heartbeat_interval=Duration(seconds=60))
+        (wake,) = stage.mirrors.kept[0].event_watchers
+        link.touch(1, ACTIVE, owner=1)
+        stage.feed(link)
+        news = cast(Any, wake).__self__
+        await until(lambda: not news.is_set())  # it has looked, and there was none
+        assert len(context.written) == 1
+        stage.mirrors.link_fed(cast(Any, link), b"e", link.event_feed(0))
+        await until(lambda: len(context.written) == 2, limit=50)  # not with the next heartbeat
+        assert context.written[1].WhichOneof("event") == "events"
+        task.cancel()
+
+    asyncio.run(work())
+
+
 def test_events_that_come_during_the_replay_are_not_lost_and_callers_may_leave() -> None:
     async def work() -> None:
         link = ScriptedLink(page_count=50)
@@ -83,6 +136,47 @@ def test_events_that_come_during_the_replay_are_not_lost_and_callers_may_leave()
         page = await staying
         link.events = told
         assert [(event.number, event.type) for event in page.events] == [(1, 1), (2, 5)]
+
+    asyncio.run(work())
+
+
+def test_a_map_that_is_lost_while_a_watch_waits_for_events_is_waited_for() -> None:
+    """It was taken for whole still: the watch ended as a bug of ours."""
+
+    async def work() -> None:
+        link = ScriptedLink(page_count=50)
+        stage, context = CacheStage(link), ScriptedContext()
+        await stage.welcome()
+        task = await stage.watch(context, mode=pb.WATCH_MODE_EVENTS)
+        stage.mirrors.link_lost(cast(Any, link), LostReason.CRASH)
+        link.restart()
+        link.replay_gate = asyncio.Event()
+        link.touch(1, ACTIVE)
+        await stage.welcome()
+        await until(lambda: len(context.written) == 2)  # the new life's map
+        link.touch(2, ACTIVE)
+        stage.feed(link)
+        await until(lambda: "replay" in link.commands)
+        link.touch(3, ACTIVE)
+        stage.mirrors.link_fed(cast(Any, link), b"e", link.event_feed(2))  # that of 2 is lost
+        stage.feed(link)
+        link.fails_with = worker_pb2.CommandReply()
+        link.touch(4, ACTIVE)
+        link.delta()  # lost
+        link.touch(5, ACTIVE)
+        stage.feed(link)
+        assert stage.mirrors.kept[0].mirror.standing is not Standing.CURRENT
+        link.events, told = link.events[:1], link.events
+        link.replay_gate.set()
+        await until(lambda: stage.mirrors.kept[0].ring.last_number == 3)
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert not task.done()
+        link.events, link.fails_with = told, None
+        await until(lambda: len(context.written) > 2 or task.done())
+        assert context.written[-1].WhichOneof("event") == "snapshot"
+        assert not task.done()
+        task.cancel()
 
     asyncio.run(work())
 

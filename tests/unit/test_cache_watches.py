@@ -11,6 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from kvatlas.client.page_map import PageMap
 from kvatlas.v1 import cache_pb2 as pb
 from kvatlas.worker.v1 import worker_pb2
+from service.handlers import cache
 from service.request import LostReason
 from service.testing_cache import (
     ACTIVE,
@@ -175,8 +176,16 @@ def test_a_watch_goes_on_after_the_revision_it_has() -> None:
         task.cancel()
         third = ScriptedContext()
         task = await stage.watch(third, resume_after=message.revision)
-        assert third.written[0].WhichOneof("event") in ("heartbeat", "delta")
+        life = third.written[0]
+        assert life.WhichOneof("event") in ("heartbeat", "delta")
+        assert life.base_number == life.revision.number == message.revision.number
         assert_equal(follow(first.written + second.written + third.written), link)
+        link.touch(3, ACTIVE)
+        link.delta()  # lost
+        link.touch(2, ACTIVE)
+        stage.feed(link)
+        await until(lambda: third.written[-1].WhichOneof("event") == "snapshot")
+        assert third.written[-1].snapshot.cause == pb.SNAPSHOT_CAUSE_RESYNCED
         task.cancel()
         for at, cause in (
             (pb.Revision(epoch=7, number=1), pb.SNAPSHOT_CAUSE_EPOCH_CHANGED),
@@ -234,11 +243,13 @@ def test_watches_are_bounded_and_end_with_the_drain() -> None:
     async def work() -> None:
         stage = CacheStage(ScriptedLink(page_count=5), max_watches=2)
         await stage.welcome()
-        tasks = [await stage.watch(ScriptedContext()) for _ in range(2)]
+        rarely = Duration(seconds=60)  # a watch that hears of the drain by its heartbeats alone is too late
+        tasks = [await stage.watch(ScriptedContext(), heartbeat_interval=rarely) for _ in range(2)]
         failure = await refused(stage.servicer.WatchPageMap(pb.WatchPageMapRequest(), ScriptedContext()))
         assert (failure.status, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "WATCH_LIMIT")
         stage.board.set_draining(True)
-        done, _ = await asyncio.wait(tasks, timeout=60)
+        done, _ = await asyncio.wait(tasks, timeout=50)
+        assert len(done) == 2
         assert {getattr(task.exception(), "reason", None) for task in done} == {"DRAINING"}
         assert stage.watches.active == 0
         assert not stage.mirrors.kept[0].mirror.readers
@@ -246,18 +257,44 @@ def test_watches_are_bounded_and_end_with_the_drain() -> None:
     asyncio.run(work())
 
 
-def test_a_cancelled_watch_leaves_nothing_behind() -> None:
+def test_a_watch_that_may_not_speak_yet_hears_of_the_drain_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ten seconds later the server is gone: it was told so by a connection that broke."""
+
+    async def work() -> None:
+        monkeypatch.setattr(cache, "MAX_INTERVAL_SECONDS", 600.0)
+        link = ScriptedLink(page_count=5)
+        stage, context = CacheStage(link), ScriptedContext()
+        await stage.welcome()
+        request = pb.WatchPageMapRequest(min_interval=Duration(seconds=600))
+        task = asyncio.ensure_future(stage.servicer.WatchPageMap(request, context))
+        await until(lambda: bool(context.written))
+        link.touch(1, ACTIVE)
+        stage.feed(link)
+        await asyncio.sleep(0)
+        stage.board.set_draining(True)
+        assert (await refused(asyncio.wait_for(task, 60))).reason == "DRAINING"
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("mode", [pb.WATCH_MODE_STATE, pb.WATCH_MODE_EVENTS])
+def test_a_cancelled_watch_leaves_nothing_behind(mode: Any) -> None:
     """B111: whoever goes away, the mirror forgets him."""
 
     async def work() -> None:
         link = ScriptedLink()
         stage, context = CacheStage(link), ScriptedContext(gate=asyncio.Event())
         await stage.welcome()
-        task = await stage.watch(context)
+        task = await stage.watch(context, mode=mode)
+        kept = stage.mirrors.kept[0]
+        assert len(kept.event_watchers) == (mode == pb.WATCH_MODE_EVENTS)
         task.cancel()
         await asyncio.wait([task])
-        mirror = stage.mirrors.kept[0].mirror
-        assert (stage.watches.active, mirror.readers, mirror._frozen) == (0, [], [])
+        await until(lambda: len(asyncio.all_tasks()) == 1)
+        assert (stage.watches.active, kept.mirror.readers, kept.mirror._frozen) == (0, [], [])
+        assert not kept.event_watchers, "or events would be followed for ever"
 
     asyncio.run(work())
 

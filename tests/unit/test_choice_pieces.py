@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from service.handlers.choice import Choice
+from service.handlers.choice import Choice, Finish
 from service.mailbox import Inbox, Mailbox
 from service.request import FinishCode, FinishReason, Scores, SequenceEnd, Stops
 from service.text.answer import AnswerText
@@ -37,6 +37,7 @@ def put(choice: Choice, data: bytes) -> None:
     ("code", "given", "reason"),
     [
         (FinishCode.EOS, True, FinishReason.EOS),
+        (FinishCode.EOS, False, FinishReason.EOS),
         (FinishCode.MAX_TOKENS, True, FinishReason.MAX_TOKENS),
         (FinishCode.MAX_TOKENS, False, FinishReason.CONTEXT_LENGTH),
         (FinishCode.CONTEXT_LENGTH, True, FinishReason.CONTEXT_LENGTH),
@@ -111,16 +112,6 @@ def test_a_stop_string_cuts_at_the_same_token_however_late_the_reader_is(
     assert choice.finish.stop_string == "de"
 
 
-def test_the_stop_token_is_counted_and_named_but_not_shown(loop: asyncio.AbstractEventLoop) -> None:
-    choice = choice_of(loop, Stops(99, token_ids=(ord("x"),)))
-    put(choice, b"abx")
-    choice.box.finish(SequenceEnd(1, FinishCode.STOP_TOKEN))
-    piece = choice.take()
-    assert (piece.text, len(piece.token_ids)) == ("ab", 3)
-    assert piece.finish is not None
-    assert piece.finish.stop_token_id == ord("x")
-
-
 def test_ids_alone_need_no_text(loop: asyncio.AbstractEventLoop) -> None:
     choice = choice_of(loop, Stops(99), text=False)
     put(choice, b"\xf0\x9f")
@@ -145,3 +136,50 @@ def test_a_closed_choice_holds_no_text_and_no_tokens(loop: asyncio.AbstractEvent
     choice.close()
     assert choice._answer is None
     assert not choice.box.tokens
+
+
+@pytest.mark.parametrize("included", [False, True])
+def test_a_stop_token_is_named_and_shown_only_where_that_is_asked_for(
+    loop: asyncio.AbstractEventLoop, included: bool
+) -> None:
+    choice = choice_of(loop, Stops(9, include_in_output=included))
+    put(choice, b"ab")
+    choice.box.finish(SequenceEnd(1, FinishCode.STOP_TOKEN))
+    piece = choice.take()
+    assert piece.finish == Finish(FinishReason.STOP_TOKEN, stop_token_id=ord("b"))
+    assert (piece.text, list(piece.token_ids)) == ("ab" if included else "a", [*b"ab"])
+
+
+def test_text_that_might_have_been_a_stop_string_comes_with_the_end(loop: asyncio.AbstractEventLoop) -> None:
+    choice = choice_of(loop, Stops(9, strings=("bcd",)))
+    put(choice, b"abc")
+    held = choice.take()
+    assert (held.text, list(held.token_ids), held.offset, held.finish) == ("a", [*b"abc"], 0, None)
+    choice.box.finish(SequenceEnd(1, FinishCode.EOS))
+    rest = choice.take()
+    assert (rest.text, list(rest.token_ids), rest.offset) == ("bc", [], 3)
+    assert rest.finish == Finish(FinishReason.EOS)
+    assert rest.has_content, "or a stream would not send it"
+
+
+def test_what_follows_a_stop_string_is_no_output(loop: asyncio.AbstractEventLoop) -> None:
+    choice = choice_of(loop, Stops(9, strings=("bc",)))
+    put(choice, b"abcde")
+    choice.box.finish(SequenceEnd(1, FinishCode.EOS))
+    piece = choice.take()
+    assert (piece.text, list(piece.token_ids), choice.num_tokens) == ("a", [*b"abc"], 3)
+    assert piece.finish == Finish(FinishReason.STOP_STRING, stop_string="bc")
+
+
+def test_output_that_the_reader_has_counts_and_is_not_taken_again(loop: asyncio.AbstractEventLoop) -> None:
+    choice = choice_of(loop, Stops(9, strings=("bcd",)))
+    choice.begin_behind([*b"abc"])
+    assert (choice.num_tokens, choice.num_before) == (3, 3)
+    assert choice.read_again([*b"abc"])
+    put(choice, b"d")
+    piece = choice.take()
+    assert (piece.text, list(piece.token_ids), piece.offset) == ("", [*b"d"], 3)
+    assert piece.finish == Finish(FinishReason.STOP_STRING, stop_string="bcd")
+    assert list(choice.box.tokens) == [*b"abcd"], "all of it goes to another worker"
+    assert not choice_of(loop, Stops(9, strings=("b",))).read_again([*b"abc"]), "nothing can follow"
+    assert choice_of(loop, Stops(9), text=False).read_again([*b"abc"])

@@ -1,19 +1,22 @@
 """What each call of the clients asks of the server, to the last field, and what it makes of the answer."""
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 
+from kvatlas.client import calls, watch
 from kvatlas.client.admin import Admin
 from kvatlas.client.aio import AsyncClient
-from kvatlas.client.errors import RequestError
+from kvatlas.client.errors import Refused, RequestError, build_error
 from kvatlas.client.events import Tokens
 from kvatlas.client.recordings import Recorder
-from kvatlas.client.request import Message
+from kvatlas.client.request import Message, build_stream
 from kvatlas.client.sync import Client
 from kvatlas.v1 import cache_pb2, generation_pb2, server_pb2
 
@@ -318,3 +321,52 @@ def test_a_role_that_does_not_exist_is_refused_before_it_is_asked(listening: tup
             with pytest.raises(RequestError, match=f"unknown chat role '{role}'"):
                 client.tokenize([Message(role, "x")])  # type: ignore[arg-type]
     assert handler.asked == []
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: build_stream("hi", {}, False, -1), "min_tokens_per_message"),
+        (lambda: build_stream("hi", {}, False, 1, math.inf), "max_hold_seconds"),
+        (lambda: calls.detokenize([1, -1], True), "token_ids"),
+        (lambda: calls.page("", -1, 20), "page_id"),
+        (lambda: calls.page("", 1, 2**32), "event_limit"),
+        (lambda: calls.sequences("", -1), "max_results"),
+        (lambda: watch.watch_load(math.inf, 0.0), "seconds"),
+        (lambda: watch.watch_pages("", math.nan, (), 0.0).request(), "seconds"),
+        (lambda: Recorder("localhost:1").start(lookback_seconds=math.inf), "seconds"),
+        (lambda: Recorder("localhost:1").start(max_bytes=-1), "max_bytes"),
+    ],
+)
+def test_a_number_that_no_request_can_carry_is_refused_with_its_name(
+    make: Callable[[], object], name: str
+) -> None:
+    with pytest.raises(RequestError, match=f"^{name}: .* is out of range$"):
+        make()
+
+
+def test_all_details_of_a_refusal_are_read_whoever_put_them_there() -> None:
+    details = [
+        error_details_pb2.QuotaFailure(
+            violations=[error_details_pb2.QuotaFailure.Violation(subject="one", description="too many")]
+        ),
+        *(
+            error_details_pb2.BadRequest(
+                field_violations=[error_details_pb2.BadRequest.FieldViolation(field=each, description="bad")]
+            )
+            for each in "ab"
+        ),
+        error_details_pb2.ErrorInfo(reason="QUOTA_EXCEEDED", domain="kvatlas.v1"),
+        error_details_pb2.ErrorInfo(reason="OTHER", domain="of.a.proxy"),
+    ]
+    status = status_pb2.Status()
+    for each in details:
+        status.details.add().Pack(each)
+    error = build_error("UNKNOWN", "no", status.SerializeToString(), "here:1")
+    assert isinstance(error, Refused)
+    assert error.reason == "QUOTA_EXCEEDED"
+    assert [(v.field, v.description) for v in error.violations] == [
+        ("one", "too many"),
+        ("a", "bad"),
+        ("b", "bad"),
+    ]

@@ -5,16 +5,18 @@ import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from select import select
 
 import pytest
 
+from worker.channels import OutputQueue
 from worker.first_tokens import are_close
 from worker.ids import SequenceId
 from worker.lent_link import LentLink
 from worker.link.peers import Peer
 from worker.link.testing import WAIT_SECONDS
 from worker.link.testing_bench import LinkBench, until
-from worker.messages import AddRequest
+from worker.messages import AddRequest, LinkMessage, StepOutputs
 from worker.scheduling.request import RequestSpec
 from worker.scheduling.step import Step
 
@@ -185,15 +187,16 @@ class TimedLink:
     def __init__(self) -> None:
         self.now = 0.0
         self.waits: list[float] = []
+        self.calls: list[str] = []
 
     def borrow(self) -> None:
-        """Nobody else serves it."""
+        self.calls.append("borrow")
 
     def give_back(self) -> None:
-        """Nobody else serves it."""
+        self.calls.append("give back")
 
     def send_outputs(self) -> None:
-        """There are none."""
+        self.calls.append("send")
 
     def serve(self, seconds: float) -> None:
         self.waits.append(round(seconds, 6))
@@ -212,6 +215,36 @@ def test_a_wait_goes_on_to_its_end_however_often_the_link_comes_back(bench: Benc
     assert lent.wait(1.0) is None
     assert len(link.waits) == 4, "there is a command to be taken"
     lent.give_back()
+
+
+def test_the_engine_leaves_a_link_alone_that_it_does_not_have_and_waits_for_nothing_between_steps(
+    bench: Bench,
+) -> None:
+    """Its own thread holds it for as long as it waits: an engine that served it too would stand still."""
+    link = TimedLink()
+    outputs: OutputQueue[LinkMessage] = OutputQueue(4)
+    lent = LentLink(link, bench.commands, outputs, lambda: link.now)
+    for _ in range(2):
+        del link.calls[:], link.waits[:]
+        lent.look()
+        lent.wake()
+        lent.give_back()
+        assert (link.calls, link.waits) == ([], [])
+        assert not select([outputs.wakeup], [], [], 0)[0], "nothing was put out"
+        outputs.put(StepOutputs({}, 0, 0.0), wakes=False)
+        lent.wake()
+        assert select([outputs.wakeup], [], [], 0)[0], "its own thread sends it"
+        outputs.take(1)
+        outputs.wakeup.clear()
+        lent.wait(0.0)
+        lent.wait(0.0)
+        lent.look()
+        lent.wake()
+        assert link.waits == [0.0, 0.0, 0.0]
+        lent.give_back()
+        lent.give_back()
+        assert link.calls == ["borrow", "send", "give back"]
+    outputs.close()
 
 
 def step(num_prompts: int, num_tokens: int) -> Step:

@@ -42,6 +42,13 @@ GOOD = [
     spec_of(token_ids=pb.TokenSequence(ids=[0, VOCAB - 1])),
     spec_of(chat=pb.ChatPrompt(messages=[USER], template_args_json='{"a": 1}')),
     spec_of(chat=pb.ChatPrompt(messages=[USER], continue_final_message=True, add_generation_prompt=False)),
+    spec_of(chat=pb.ChatPrompt(messages=[USER], continue_final_message=True)),
+    spec_of(chat=pb.ChatPrompt(messages=[USER], add_generation_prompt=True)),
+    spec_of(chat=pb.ChatPrompt(messages=[USER] * 4096)),
+    spec_of(chat=pb.ChatPrompt(messages=[USER, pb.ChatMessage(role=1, content="x" * ((2 << 20) - 2))])),
+    spec_of(chat=pb.ChatPrompt(messages=[USER], tools_json=["{}"] * 128)),
+    spec_of(chat=pb.ChatPrompt(messages=[USER], template_args_json='{"a":"' + "x" * 262_136 + '"}')),
+    spec_of(chat=pb.ChatPrompt(messages=[USER], tools_json=["{}", '{"a":"' + "x" * 262_134 + '"}'])),
     *(sampling(temperature=value) for value in (0, 2)),
     *(sampling(top_p=value) for value in (1e-6, 1)),
     *(sampling(min_p=value) for value in (0, 0.99)),
@@ -65,6 +72,7 @@ GOOD = [
     spec_of(labels={f"k{number}": "v" * 255 for number in range(16)}),
     spec_of(labels={"k" * 63: ""}),
     spec_of(choices=pb.ChoiceConstraint(choices=[str(number) for number in range(64)])),
+    spec_of(choices=pb.ChoiceConstraint(choices=["a"])),
 ]
 
 BAD = [
@@ -142,6 +150,17 @@ BAD = [
         spec_of(chat=pb.ChatPrompt(messages=[USER], template_args_json='{"a": "' + "x" * 262_144 + '"}')),
         "spec.chat.template_args_json",
     ),
+    (
+        spec_of(chat=pb.ChatPrompt(messages=[USER], tools_json=["{}", '{"a":"' + "x" * 262_135 + '"}'])),
+        "spec.chat.tools_json",
+    ),
+    (
+        spec_of(chat=pb.ChatPrompt(messages=[USER, pb.ChatMessage(role=1, name="x" * ((2 << 20) - 1))])),
+        "spec.chat.messages",
+    ),
+    (stop(max_duration=Duration(nanos=1_000_000_000)), "spec.stop.max_duration"),
+    (stop(max_duration=Duration(seconds=2, nanos=-1)), "spec.stop.max_duration"),
+    (spec_of(regex="a", stop=pb.StopCriteria(ignore_eos=True)), "spec.stop.ignore_eos"),
     (spec_of(choices=pb.ChoiceConstraint()), "spec.choices.choices"),
     (spec_of(choices=pb.ChoiceConstraint(choices=["a"] * 65)), "spec.choices.choices"),
     (spec_of(choices=pb.ChoiceConstraint(choices=["a", "a"])), "spec.choices.choices"),
@@ -159,6 +178,12 @@ def test_the_last_good_value_passes(spec: pb.GenerationSpec) -> None:
 def test_the_first_bad_value_is_named_by_its_path(spec: pb.GenerationSpec, path: str) -> None:
     """B069 among them: an empty stop string."""
     assert paths(spec) == [path]
+
+
+def test_as_many_tokens_as_may_be_have_a_bias() -> None:
+    for count, found in ((1024, []), (1025, ["spec.sampling.logit_bias"])):
+        spec = sampling(logit_bias=dict.fromkeys(range(count), 1.0))
+        assert [violation.path for violation in validate.generation(spec, 2000)] == found
 
 
 def test_stream_options_have_limits_too() -> None:
@@ -206,13 +231,24 @@ def test_output_to_resume_from_is_such_as_the_request_could_have_had(
 
 
 def test_a_cancellation_names_1_to_256_ids() -> None:
-    for ids, wrong in (([], True), (["a"] * 256, False), (["a"] * 257, True), (["a", ""], True)):
+    for ids, wrong in (
+        ([], True),
+        (["a"], False),
+        (["a"] * 256, False),
+        (["a"] * 257, True),
+        (["a", ""], True),
+    ):
         assert bool(validate.cancellation(pb.CancelGenerationRequest(request_ids=ids))) == wrong
 
 
 def test_tokenize_and_detokenize_are_checked() -> None:
     assert [v.path for v in validate.tokenization(pb.TokenizeRequest())] == ["prompt"]
     assert validate.tokenization(pb.TokenizeRequest(text="")) == []
+    for request, path in (
+        (pb.TokenizeRequest(text="x" * (validate.MAX_TEXT_BYTES + 1)), "text"),
+        (pb.TokenizeRequest(chat=pb.ChatPrompt()), "chat.messages"),
+    ):
+        assert [v.path for v in validate.tokenization(request)] == [path]
     assert [v.path for v in validate.detokenization(array("I", [VOCAB]), VOCAB)] == ["token_ids"]
 
 

@@ -77,6 +77,18 @@ def test_wherever_calls_are_cut_the_reader_gets_every_token_and_character_once(
     assert course.resumes == len(calls) - 1
 
 
+def test_no_answer_is_gathered_from_a_stream_without_its_beginning_or_end() -> None:
+    course = course_of(stream_request())
+    begin = course.take(started(stream_request(), drawn_seed=5))
+    summary = course.take(SUMMARY)
+    assert begin is not None
+    assert summary is not None
+    assert gather([begin, summary]).choices == ()
+    for part in ([begin], [summary], []):
+        with pytest.raises(Incomplete, match="no start, or no summary"):
+            gather(part)
+
+
 def test_the_next_call_has_the_seed_and_the_id_that_started_told_and_no_queue_timeout() -> None:
     request = stream_request()
     request.spec.scheduling.queue_timeout.seconds = 3
@@ -212,3 +224,36 @@ def test_a_place_in_the_queue_is_told_until_the_start_and_not_again() -> None:
     course.take(started(course.next_call()[0], 5))
     course.wait_seconds(lost())
     assert course.take(queued) is None
+
+
+@pytest.mark.parametrize(("n", "has_ended", "goes_on"), [(0, 0, 1), (1, 0, 1), (2, 0, 0), (0, 1, 0)])
+def test_one_sample_that_has_not_ended_goes_on_behind_what_was_delivered(
+    n: int, has_ended: int, goes_on: int
+) -> None:
+    """Of several samples a server would refuse it, and one that has ended has nothing behind its end."""
+    request = stream_request()
+    if n:
+        request.spec.sampling.n = n
+    course = course_of(request)
+    course.take(started(request, drawn_seed=5))
+    for begin in (0, 3):
+        course.take(delta(5, 0, begin, begin + 3, ids=True))
+    if has_ended:
+        course.take(finished(0, 6))
+    course.wait_seconds(lost())
+    again, _ = course.next_call()
+    assert list(again.resume_after.ids) == (
+        [token_of(5, 0, number) for number in range(3)] if goes_on else []
+    )
+
+
+@pytest.mark.parametrize(("resume_seconds", "max_duration"), [(0.0, 0), (30.0, 5)])
+def test_a_stream_that_cannot_go_on_asks_for_no_ids(resume_seconds: float, max_duration: int) -> None:
+    request = stream_request()
+    if max_duration:
+        request.spec.stop.max_duration.FromSeconds(max_duration)
+    course = course_of(request, resume_seconds=resume_seconds)
+    asked, _ = course.next_call()
+    assert asked.spec.output.format == pb.OUTPUT_FORMAT_UNSPECIFIED
+    with pytest.raises(type(lost())):
+        course.wait_seconds(lost())

@@ -9,13 +9,17 @@ from worker.channels import OutputQueue
 from worker.description import PoolDescription
 from worker.execution.fake_runner import FakeModel, FakeRunner
 from worker.execution.testing import small_config
+from worker.ids import SequenceId
 from worker.live_audit import LiveAudit
 from worker.messages import (
+    AddAnswer,
+    AddRequest,
     CallError,
     CallFailure,
     CallReason,
     CheckAnswer,
     CheckIntegrity,
+    EndProfile,
     EngineCommand,
     Flush,
     FlushAnswer,
@@ -31,6 +35,8 @@ from worker.messages import (
 from worker.obey import Obedience
 from worker.pinning import PIN_SOURCE
 from worker.scheduling.output import OutputColumns
+from worker.scheduling.request import AddStatus, RequestSpec
+from worker.scheduling.sampling import SamplingParams
 from worker.scheduling.scheduler import Scheduler
 
 KEYS = (b"alice\0x", b"alice\0", b"bob\0x", b"\0x", b"alicex\0")  # a tenant, a zero byte, a salt
@@ -167,6 +173,47 @@ def test_what_takes_several_turns_goes_on_in_each(desk: Desk) -> None:
     assert (desk.obedience.next_time, ends) == (100.0, [])
     desk.obedience.take_own({}, 100.0)
     assert (desk.obedience.next_time, ends) == (None, [0])
+
+
+def test_a_profile_that_nobody_waits_for_ends_and_a_turn_without_anything_says_nothing(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends: list[int] = []
+    mine, other = Ticket("s", 2), Ticket("s", 3)
+    desk.obedience.obey(
+        Profile(mine, 9, 100.0, False, lambda recorded, num_steps, why: ends.append(num_steps)), 0.0
+    )
+    desk.obedience.obey(EndProfile(other), 0.0)
+    assert not ends
+    desk.obedience.obey(EndProfile(mine), 0.0)
+    assert (ends, desk.obedience.next_time) == ([0], None)
+    desk.obedience.take_own({"a service": OutputColumns()}, 0.0)
+    assert "command_failed" not in caplog.text
+
+
+def test_rows_that_are_waited_for_when_the_worker_ends_are_answered(desk: Desk) -> None:
+    desk.obedience.obey(ReadRows(TICKET, (1,), False), 0.0)
+    desk.obedience.close()
+    text = "the worker ends"
+    assert list(desk.answers()) == [CallFailure(TICKET, CallError.UNAVAILABLE, CallReason.DRAINING, text)]
+
+
+def test_ids_of_sequences_that_live_are_not_given_again(desk: Desk) -> None:
+    """Nor the id of a later sample. It is no bug of ours that the log would tell of."""
+
+    def add(sequence_id: int, samples: int) -> tuple[AddStatus, str]:
+        spec = RequestSpec(SequenceId(sequence_id), array("I", [1, 2]), SamplingParams(), samples, source="s")
+        desk.obedience.obey(AddRequest(spec), 0.0)
+        (answer,) = desk.answers()
+        assert isinstance(answer, AddAnswer)
+        return answer.outcome.status, answer.outcome.message
+
+    accepted, refused = (AddStatus.ACCEPTED, ""), (AddStatus.INVALID, "sequence_id is in use")
+    assert add(10, 3) == accepted
+    for sequence_id, samples in ((10, 1), (12, 1), (8, 3), (9, 2)):
+        assert add(sequence_id, samples) == refused
+    assert add(13, 2) == accepted
+    assert add(8, 2) == accepted
 
 
 def test_rows_that_break_are_answered_and_end_no_engine(

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from kvatlas.client.channel import LONG_TIMEOUT_SECONDS, SHORT_TIMEOUT_SECONDS
 from kvatlas.client.connection import CACHE, GENERATION, SERVER, Service
 from kvatlas.client.events import Generation, Tokens, read_generation, read_tokens
-from kvatlas.client.request import Message, Options, Prompt, build_spec, build_tokenize
+from kvatlas.client.request import Message, Options, Prompt, build_spec, build_tokenize, in_range
 from kvatlas.v1 import cache_pb2, generation_pb2, server_pb2
 
 Answer = TypeVar("Answer")
@@ -50,8 +50,10 @@ def tokenize(prompt: str | Sequence[Message], include_offsets: bool) -> Call[Tok
 
 
 def detokenize(token_ids: Sequence[int], skip_special_tokens: bool) -> Call[str]:
-    """Token ids back to text."""
-    request = generation_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+    """Token ids back to text. RequestError for ids that no request can carry."""
+    request = generation_pb2.DetokenizeRequest(skip_special_tokens=skip_special_tokens)
+    with in_range("token_ids", token_ids):
+        request.token_ids.extend(token_ids)
     return Call(GENERATION, "Detokenize", request, read=lambda answer: str(answer.text))
 
 
@@ -76,14 +78,20 @@ def page_pool(worker_id: str) -> Call[cache_pb2.GetPagePoolResponse]:
 
 
 def page(worker_id: str, page_id: int, event_limit: int) -> Call[cache_pb2.GetPageResponse]:
-    """One page in words."""
-    request = cache_pb2.GetPageRequest(worker_id=worker_id, page_id=page_id, event_limit=event_limit)
+    """One page in words. RequestError for numbers that no request can carry."""
+    request = cache_pb2.GetPageRequest(worker_id=worker_id)
+    with in_range("page_id", page_id):
+        request.page_id = page_id
+    with in_range("event_limit", event_limit):
+        request.event_limit = event_limit
     return Call(CACHE, "GetPage", request)
 
 
 def sequences(worker_id: str, max_results: int) -> Call[cache_pb2.ListSequencesResponse]:
-    """The live sequences with their pages."""
-    request = cache_pb2.ListSequencesRequest(worker_id=worker_id, max_results=max_results)
+    """The live sequences with their pages. RequestError for a number that no request can carry."""
+    request = cache_pb2.ListSequencesRequest(worker_id=worker_id)
+    with in_range("max_results", max_results):
+        request.max_results = max_results
     return Call(CACHE, "ListSequences", request)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvatlas.client.admin_channel import AdminChannel
+from kvatlas.client.request import duration, in_range
 from kvatlas.v1 import server_pb2
 
 
@@ -30,16 +31,17 @@ class Recorder(AdminChannel):
         note: str = "",
         rotate: bool = False,
     ) -> server_pb2.RecordingInfo:
-        """Begins a recording, `lookback_seconds` ago as far as the worker still knows."""
+        """Begins a recording, `lookback_seconds` ago as far as the worker knows. Raises RequestError."""
         request = server_pb2.StartRecordingRequest(
             worker_id=worker_id,
-            max_bytes=max_bytes,
             include_token_ids=include_token_ids,
             note=note,
             rotate=rotate,
         )
-        request.lookback.FromMicroseconds(round(lookback_seconds * 1e6))
-        request.max_duration.FromMicroseconds(round(max_seconds * 1e6))
+        with in_range("max_bytes", max_bytes):
+            request.max_bytes = max_bytes
+        request.lookback.CopyFrom(duration(lookback_seconds))
+        request.max_duration.CopyFrom(duration(max_seconds))
         answer: server_pb2.StartRecordingResponse = self._unary(self._stub.StartRecording, request)
         return answer.recording
 

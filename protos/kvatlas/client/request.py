@@ -117,7 +117,7 @@ def build_spec(prompt: Prompt, options: Options) -> pb.GenerationSpec:
     for target, names in ((spec.sampling, _SAMPLING), (spec.stop, _STOP), (spec.output, _OUTPUT)):
         for name in names:
             if name in given:
-                with _in_range(name, given[name]):
+                with in_range(name, given[name]):
                     setattr(target, name, given[name])
     _set_collections(spec, options)
     _set_scheduling_and_cache(spec, options)
@@ -125,7 +125,7 @@ def build_spec(prompt: Prompt, options: Options) -> pb.GenerationSpec:
 
 
 @contextmanager
-def _in_range(name: str, value: object) -> Iterator[None]:
+def in_range(name: str, value: object) -> Iterator[None]:
     """Numbers that a field cannot hold are refused with their name; protobuf has the value alone."""
     try:
         yield
@@ -141,9 +141,12 @@ def build_stream(
     max_hold_seconds: float | None = None,
 ) -> pb.StreamGenerateRequest:
     """The request of StreamGenerate."""
-    shape = pb.StreamOptions(queue_updates=queue_updates, min_tokens_per_message=min_tokens_per_message)
+    shape = pb.StreamOptions(queue_updates=queue_updates)
+    with in_range("min_tokens_per_message", min_tokens_per_message):
+        shape.min_tokens_per_message = min_tokens_per_message
     if max_hold_seconds is not None:
-        shape.max_hold.CopyFrom(duration(max_hold_seconds))
+        with in_range("max_hold_seconds", max_hold_seconds):
+            shape.max_hold.CopyFrom(duration(max_hold_seconds))
     return pb.StreamGenerateRequest(spec=build_spec(prompt, options), stream=shape)
 
 
@@ -171,9 +174,10 @@ def build_chat(messages: Sequence[Message]) -> pb.ChatPrompt:
 
 
 def duration(seconds: float) -> Duration:
-    """Seconds as protobuf's Duration."""
+    """Seconds as protobuf's Duration. Raises RequestError for what it cannot hold, as infinity."""
     value = Duration()
-    value.FromNanoseconds(round(seconds * 1e9))
+    with in_range("seconds", seconds):
+        value.FromNanoseconds(round(seconds * 1e9))
     return value
 
 
@@ -230,9 +234,9 @@ def _json(value: str | Mapping[str, Any]) -> str:
 
 def _set_collections(spec: pb.GenerationSpec, options: Options) -> None:
     biases, stop_ids = options.get("logit_bias") or {}, options.get("stop_token_ids") or ()
-    with _in_range("logit_bias", biases):
+    with in_range("logit_bias", biases):
         spec.sampling.logit_bias.update(biases)
-    with _in_range("stop_token_ids", stop_ids):
+    with in_range("stop_token_ids", stop_ids):
         spec.stop.stop_token_ids.extend(stop_ids)
     spec.stop.stop_strings.extend(options.get("stop_strings") or ())
     spec.labels.update(options.get("labels") or {})
@@ -241,16 +245,16 @@ def _set_collections(spec: pb.GenerationSpec, options: Options) -> None:
         spec.output.format = _FORMATS[form]
     limit = options.get("max_duration_seconds")
     if limit is not None:
-        with _in_range("max_duration_seconds", limit):
+        with in_range("max_duration_seconds", limit):
             spec.stop.max_duration.CopyFrom(duration(limit))
 
 
 def _set_scheduling_and_cache(spec: pb.GenerationSpec, options: Options) -> None:
     if (priority := options.get("priority")) is not None:
-        with _in_range("priority", priority):
+        with in_range("priority", priority):
             spec.scheduling.priority = priority
     if (wait := options.get("queue_timeout_seconds")) is not None:
-        with _in_range("queue_timeout_seconds", wait):
+        with in_range("queue_timeout_seconds", wait):
             spec.scheduling.queue_timeout.CopyFrom(duration(wait))
     if (read := options.get("cache_read")) is not None:
         spec.cache.read = read
