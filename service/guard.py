@@ -2,7 +2,7 @@
 
 Owns the last word on every status of ours: handlers raise Failure, nothing else leaves this process as a
 text of Python's. What `checks` refuse (credentials, scopes) is refused before the content is looked at: a
-message is bytes until then, since one of 4 MiB that is full of map entries takes protobuf up to 2 s.
+message is bytes until then. One of too many fields is refused before protobuf takes it apart (field_count).
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import grpc
 from service import errors
 from service.admission import Admission
 from service.errors import Failure
+from service.field_count import check_fields
 from service.interceptor import Behaviour, Interceptor, rewrapped
 from service.request import Call, current_call
 from service.writing import abort
@@ -50,13 +51,13 @@ class Guard(Interceptor):
         """Guards every handler; health and reflection ask nobody who he is, so they are bounded instead."""
         if method.startswith(_PASSED):
             answer = partial(self._answer_anyone, self._unasked[handler.response_streaming])
-            return rewrapped(handler, answer, _forgiving(handler.request_deserializer))
+            return rewrapped(handler, answer, _forgiving(_parser(handler)))
         assert not handler.request_streaming, f"{method}: messages of ours come one a call"
         is_watch = method.rpartition("/")[2].startswith("Watch")
-        parse = handler.request_deserializer or bytes
+        parse = _parser(handler)
 
         async def around(inner: Behaviour, data: bytes, context: Any) -> Any:
-            return await self._call(inner, partial(_parsed, parse, data), context, is_watch=is_watch)
+            return await self._call(inner, partial(parse, data), context, is_watch=is_watch)
 
         return rewrapped(handler, around, bytes)
 
@@ -139,21 +140,27 @@ async def _well_formed(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         yield request
 
 
-def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:
-    try:
-        return parse(data)
-    except Exception:
-        raise errors.malformed_message() from None
-
-
-def _forgiving(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    if deserializer is None:
-        return None
+def _parser(handler: Any) -> Callable[[bytes], Any]:
+    """What makes a message of its bytes; raises Failure."""
+    make = handler.request_deserializer or bytes
+    kind = getattr(getattr(make, "__self__", None), "DESCRIPTOR", None)  # of what FromString makes
 
     def parse(data: bytes) -> Any:
+        if kind is not None:
+            check_fields(data, kind)
         try:
-            return deserializer(data)
+            return make(data)
         except Exception:
-            return _MALFORMED
+            raise errors.malformed_message() from None
 
     return parse
+
+
+def _forgiving(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def parse_or_mark(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except Failure:
+            return _MALFORMED
+
+    return parse_or_mark

@@ -195,6 +195,20 @@ ELSEWHERE = [
         _unit("guarded_calls"),
     ),
     Fault(
+        "a message is parsed however many fields it has",
+        "service/guard.py",
+        "            check_fields(data, kind)\n",
+        "            pass\n",
+        _unit("guarded_calls"),
+    ),
+    Fault(
+        "entries of maps are not counted on their own",
+        "service/field_count.py",
+        "self._entries[path] += 1",
+        "self._entries[path] = 1",
+        _unit("field_count"),
+    ),
+    Fault(
         "a drained service is started again",
         SUPERVISOR,
         "event.code == 0 and",

@@ -7,9 +7,11 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_channelz.v1 import channelz_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from service import errors
+from kvatlas.v1 import cache_pb2_grpc, generation_pb2_grpc, server_pb2_grpc
+from service import errors, field_count
 from service.guard import Guard
 from service.metrics import ServiceMetrics
 from service.request import Call, current_call
@@ -19,6 +21,13 @@ SERVICE = "/kvatlas.v1.GenerationService/"
 DEFAULT, LONGEST = 600.0, 3600.0
 
 Behaviour = Callable[[Any, Any], Any]
+SERVICERS: tuple[Callable[[Any, Any], None], ...] = (
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server,
+    cache_pb2_grpc.add_CacheServiceServicer_to_server,
+    server_pb2_grpc.add_ServerServiceServicer_to_server,
+    server_pb2_grpc.add_AdminServiceServicer_to_server,
+    channelz_pb2_grpc.add_ChannelzServicer_to_server,
+)
 
 
 class _Context:
@@ -143,6 +152,55 @@ def test_a_message_is_parsed_once_its_caller_is_known_and_not_before(is_known: b
     asyncio.run(stage.call(answer, context, parse=parse, data=b"words"))
     assert done == (["checked", "parsed", "WORDS"] if is_known else ["checked"])
     assert stage.counted("calls_handled") == {"OK" if is_known else "UNAUTHENTICATED": 1}
+
+
+class _Collector:
+    """A server as far as servicers are added to it."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[str, Any] = {}
+        for add in SERVICERS:
+            add(_Anything(), self)
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """The same once more, for servers of older releases."""
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+        self.handlers |= {f"/{service}/{name}": handler for name, handler in handlers.items()}
+
+
+class _Anything:
+    """A servicer of any service."""
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
+HANDLERS = _Collector().handlers
+
+
+@pytest.mark.parametrize("method", HANDLERS)
+def test_a_message_of_too_many_fields_is_not_parsed_by_any_method(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(field_count, "MAX_FIELDS", 8)
+    monkeypatch.setattr(field_count, "UNCOUNTED_BYTES", 0)
+    done: list[Any] = []
+
+    async def answer(request: Any, context: Any) -> None:
+        done.append(request)
+
+    stage, context = Stage(), _Context()
+    parse, unknown = HANDLERS[method].request_deserializer, b"\xf8\x7f\x00"
+    asyncio.run(stage.call(answer, context, method, parse=parse, data=unknown * 8))
+    assert len(done) == 1, "eight are let through"
+    asyncio.run(stage.call(answer, context, method, parse=parse, data=unknown * 9))
+    assert len(done) == 1
+    assert context.status is not None
+    assert (context.status.code, "more than 8 fields" in context.status.details) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        True,
+    )
 
 
 def test_a_failure_is_counted_and_logged_as_the_status_that_the_client_gets(
