@@ -35,6 +35,7 @@ class ScriptedLink:
 
     def __init__(self, worker_id: str = "w0", page_count: int = PAGES) -> None:
         self.worker_id = self.address = worker_id
+        self.start_seconds = 1000  # its clock when this life began
         self.is_up = True
         self.beat_time = 0.0
         self.beat = SimpleNamespace(state=2, running_sequences=1, waiting_requests=0)
@@ -57,7 +58,7 @@ class ScriptedLink:
         geometry = pb.PoolGeometry(
             worker_id=self.worker_id, epoch=self.epoch, page_count=len(self.planes["states"])
         )
-        geometry.start_time.FromSeconds(1000)
+        geometry.start_time.FromSeconds(self.start_seconds)
         return SimpleNamespace(
             worker_id=self.worker_id, epoch=self.epoch, page_count=geometry.page_count, geometry=geometry
         )
@@ -91,10 +92,10 @@ class ScriptedLink:
         self.sequences[owner] = info
         self._changed.add(owner)
 
-    def restart(self) -> None:
-        """Another life of the worker: another epoch, an empty pool."""
-        self.__init__(self.worker_id, len(self.planes["states"]))  # type: ignore[misc]
-        self.epoch = 2
+    def restart(self, page_count: int = 0, start_seconds: int = 1000) -> None:
+        """Another life of the worker: another epoch, an empty pool, of the same size if none is given."""
+        self.__init__(self.worker_id, page_count or len(self.planes["states"]))  # type: ignore[misc]
+        self.epoch, self.start_seconds = 2, start_seconds
 
     # what it says
 

@@ -14,6 +14,7 @@ from typing import cast
 
 from kvatlas.worker.v1 import worker_pb2
 from service.fleet import page_codec
+from service.fleet.codec import WorkerFacts
 from service.fleet.event_ring import EventRing
 from service.fleet.feed import EventColumns, OutOfStep, SequenceKey
 from service.fleet.link import WorkerLink, WorkerUnavailable
@@ -51,6 +52,7 @@ class KeptMirror:
     def __init__(self, link: WorkerLink, loop: asyncio.AbstractEventLoop) -> None:
         self.link = link
         self.mirror = PageMirror(link.worker_id)
+        self.facts: WorkerFacts | None = None  # of the life that the map is of; its link may be in the next
         self.ring = EventRing()
         self.violations = ViolationLog()
         self.resyncs: Counter[str] = Counter(dict.fromkeys(RESYNC_CAUSES, 0))
@@ -235,7 +237,8 @@ class KeptMirror:
                 else:
                     decoded = page_codec.decode_part(part)
                 self.fed_time = self._loop.time()
-                self.mirror.add_part(decoded)
+                if self.mirror.add_part(decoded):
+                    self.facts = self.link.facts
 
 
 class PageMirrors:

@@ -127,10 +127,12 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                 [Violation("event_limit", f"{request.event_limit} is more than {MAX_EVENTS}")]
             )
         kept, page, viewer = self._whole(request.worker_id), request.page_id, self._viewer()
-        _check_page(kept.mirror, page)
-        past = await self._events_of(kept, page, request.event_limit, viewer) if request.event_limit else []
+        if request.event_limit:
+            await kept.events()
+        _check_page(kept.mirror, page)  # not before: meanwhile a worker may come back with fewer pages
         response = _page(kept.mirror, page, self._uptime_ms(kept))
-        response.events.extend(past)
+        if request.event_limit:
+            response.events.extend(self._events_of(kept, page, request.event_limit, viewer))
         for record in await self._holders(kept.mirror, page, response.ref_count):
             count = kept.mirror.sequences.token_count(record)
             response.sequences.append(messages.sequence(record, viewer, count, pages=False))
@@ -289,9 +291,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             return holders(records, page, ref_count)
         return await asyncio.to_thread(holders, records, page, ref_count)
 
-    async def _events_of(self, kept: KeptMirror, page: int, limit: int, viewer: Viewer) -> list[pb.PageEvent]:
-        ring = await kept.events()
-        found = []
+    def _events_of(self, kept: KeptMirror, page: int, limit: int, viewer: Viewer) -> list[pb.PageEvent]:
+        ring, found = kept.ring, []
         for number, columns in ring.of_page(page, limit, kept.mirror.revision.number):  # not ahead of the map
             owner = columns["owners"]
             record = ring.owner_at(number, owner)
@@ -304,8 +305,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
 
 def _geometry(kept: KeptMirror) -> pb.PoolGeometry:
-    assert kept.link.facts is not None, "a mirror begins with a welcome"
-    return kept.link.facts.geometry
+    assert kept.facts is not None, "a map that is whole is of a worker that is known"
+    return kept.facts.geometry
 
 
 def _page(mirror: PageMirror, page: int, uptime_ms: int) -> pb.GetPageResponse:

@@ -256,7 +256,7 @@ class MapWatcher:
         followed = [each for each in frozen.records if messages.is_followed(each, options.viewer)]
         groups = messages.parts_of_sequences(followed) if options.with_sequences else []
         left = -(-frozen.page_count // PAGES_PER_PART) + len(groups)
-        geometry = self._kept.link.facts.geometry if self._kept.link.facts is not None else None
+        geometry = self._kept.facts.geometry if self._kept.facts is not None else None
         while frozen.pages_left:
             left -= 1
             first = frozen.page_count - frozen.pages_left

@@ -21,6 +21,7 @@ from service.testing_cache import (
     CacheStage,
     ScriptedContext,
     ScriptedLink,
+    refused,
     until,
 )
 
@@ -177,6 +178,51 @@ def test_a_map_that_is_lost_while_a_watch_waits_for_events_is_waited_for() -> No
         assert context.written[-1].WhichOneof("event") == "snapshot"
         assert not task.done()
         task.cancel()
+
+    asyncio.run(work())
+
+
+def test_a_page_that_a_worker_no_longer_has_when_its_past_is_there_is_refused() -> None:
+    """It was looked for before only: the answer was a bug of ours."""
+
+    async def work() -> None:
+        link = ScriptedLink(page_count=50)
+        stage = CacheStage(link)
+        await stage.welcome()
+        gate = link.replay_gate = asyncio.Event()
+        request = pb.GetPageRequest(page_id=49, event_limit=10)
+        asking = asyncio.ensure_future(stage.servicer.GetPage(request, None))
+        await until(lambda: "replay" in link.commands)
+        link.restart(page_count=10)
+        stage.mirrors.link_welcomed(cast(Any, link))
+        await until(lambda: stage.mirrors.kept[0].mirror.page_count == 10)
+        gate.set()
+        failure = await refused(cast(Any, asking))
+        assert "no page 49, only 10" in failure.message
+
+    asyncio.run(work())
+
+
+def test_the_map_of_a_life_that_is_over_is_told_by_its_own_clock_and_geometry() -> None:
+    """While the next one loads its model: pages were 49 days old, and more than the pool had."""
+
+    async def work() -> None:
+        link = ScriptedLink(page_count=50)
+        link.planes["born_ms"][7] = 4000
+        link.touch(7, ACTIVE, owner=1)
+        stage = CacheStage(link)
+        await stage.welcome()
+        link.restart(page_count=10, start_seconds=2000)
+        link.fails_with = worker_pb2.CommandReply()
+        stage.mirrors.link_welcomed(cast(Any, link))
+        page = await stage.servicer.GetPage(pb.GetPageRequest(page_id=7), None)
+        assert page.age.seconds == 6
+        pool = await stage.servicer.GetPagePool(pb.GetPagePoolRequest(), None)
+        assert (pool.revision.epoch, pool.geometry.epoch, pool.geometry.page_count) == (1, 1, 50)
+        link.fails_with = None
+        await until(lambda: stage.mirrors.kept[0].mirror.page_count == 10)
+        pool = await stage.servicer.GetPagePool(pb.GetPagePoolRequest(), None)
+        assert (pool.revision.epoch, pool.geometry.epoch, pool.geometry.page_count) == (2, 2, 10)
 
     asyncio.run(work())
 
