@@ -301,3 +301,5 @@ class PageMirrors:
         if (kept := self._kept.pop(link.address, None)) is not None:
             kept.end_life()
             kept.is_gone = True
+            for reader in kept.mirror.readers:
+                reader.abandoned()

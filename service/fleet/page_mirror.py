@@ -49,6 +49,9 @@ class MirrorReader:
     def changed(self, page_ids: Pages, news: SequenceNews) -> None:
         """A delta was applied."""
 
+    def abandoned(self) -> None:
+        """Nothing will ever come."""
+
 
 class PageMirror:
     """The copy."""

@@ -98,6 +98,10 @@ class PageWatch(MirrorReader):
             self._collect(page_ids, news)
         self._wake()
 
+    def abandoned(self) -> None:
+        """There is an end to tell."""
+        self._wake()
+
     # What to tell
 
     def begin(self) -> FrozenMap:

@@ -280,6 +280,26 @@ def test_a_watch_that_may_not_speak_yet_hears_of_the_drain_all_the_same(
 
 
 @pytest.mark.parametrize("mode", [pb.WATCH_MODE_STATE, pb.WATCH_MODE_EVENTS])
+def test_who_watches_a_worker_that_is_removed_is_told_at_once(mode: Any) -> None:
+    """It kept its place among the watches until its next heartbeat was due, up to a minute."""
+
+    async def work() -> None:
+        link = ScriptedLink(page_count=5)
+        stage = CacheStage(link)
+        await stage.welcome()
+        rarely = Duration(seconds=60)
+        task = await stage.watch(ScriptedContext(), mode=mode, heartbeat_interval=rarely)
+        link.is_up = False
+        stage.mirrors.link_lost(cast(Any, link), LostReason.CRASH)
+        stage.mirrors.link_removed(cast(Any, link))
+        failure = await refused(asyncio.wait_for(task, 50))
+        assert (failure.reason, "gone for good" in failure.message) == ("WORKER_NOT_FOUND", True)
+        assert stage.watches.active == 0
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("mode", [pb.WATCH_MODE_STATE, pb.WATCH_MODE_EVENTS])
 def test_a_cancelled_watch_leaves_nothing_behind(mode: Any) -> None:
     """B111: whoever goes away, the mirror forgets him."""
 
