@@ -54,6 +54,11 @@ class Inbox:
         if self.on_all_ended is not None and self._open == (0 if has_ended else 1):
             self.on_all_ended(has_ended)
 
+    @property
+    def has_all_ended(self) -> bool:
+        """Whether no worker has anything more to say: of a call that was cancelled early, from the start."""
+        return self._open == 0
+
     def wake(self) -> None:
         """Lets the reader look again. Cheap when nobody waits."""
         self._has_news = True

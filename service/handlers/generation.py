@@ -84,6 +84,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             try:
                 async with patience:
                     run.inbox.on_all_ended = lambda ended: self._set_patience(patience, ended)
+                    self._set_patience(patience, run.inbox.has_all_ended)
                     await self._stream(run, shape, stream)
             except TimeoutError:
                 if not patience.expired():
