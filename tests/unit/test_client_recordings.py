@@ -4,14 +4,14 @@ import os
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import pytest
 
 from kvatlas.cli.record import state_of
 from kvatlas.client.channel import direct_options
-from kvatlas.client.errors import KvatlasError, Unavailable
+from kvatlas.client.errors import Incomplete, KvatlasError, RequestError, Unavailable
 from kvatlas.client.recordings import Recorder
 from kvatlas.v1 import server_pb2 as pb
 from kvatlas.v1 import server_pb2_grpc
@@ -78,6 +78,83 @@ def test_one_that_never_gets_on_is_given_up(serve: Any, tmp_path: Path) -> None:
     with Recorder(serve(servicer)) as recorder, pytest.raises(Unavailable, match="gone"):
         recorder.download("r1", tmp_path / "file")
     assert len(servicer.first_bytes) == 1, "nothing was known of it yet"
+
+
+class Elsewhere(Breaking):
+    """Ends its calls well, but with pieces of its own."""
+
+    def __init__(self, *pieces: pb.GetRecordingResponse) -> None:
+        super().__init__(0, 0)
+        self.told = pieces
+
+    def GetRecording(
+        self, request: pb.GetRecordingRequest, context: Any
+    ) -> Iterator[pb.GetRecordingResponse]:
+        self.first_bytes.append(request.first_byte)
+        assert len(self.first_bytes) < 5, "it is asked for ever"
+        yield from self.told
+
+
+INFO = pb.RecordingInfo(recording_id="r1", byte_count=2)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "calls"),
+    [
+        ([], 1),
+        ([pb.GetRecordingResponse(recording=INFO)], 1),
+        ([pb.GetRecordingResponse(recording=INFO, data=b"a")], 2),
+        ([pb.GetRecordingResponse(recording=INFO, first_byte=1, data=b"b")], 1),
+    ],
+)
+def test_a_server_that_brings_nothing_or_something_else_is_not_asked_for_ever(
+    serve: Any, tmp_path: Path, pieces: list[pb.GetRecordingResponse], calls: int
+) -> None:
+    """It was asked again and again, without a pause, and what came was written wherever it belonged."""
+    servicer = Elsewhere(*pieces)
+    with Recorder(serve(servicer)) as recorder, pytest.raises(Incomplete):
+        recorder.download("r1", tmp_path / "file")
+    assert len(servicer.first_bytes) == calls
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_recording_is_an_empty_file(serve: Any, tmp_path: Path) -> None:
+    empty = pb.GetRecordingResponse(recording=pb.RecordingInfo(recording_id="r1"))
+    with Recorder(serve(Elsewhere(empty))) as recorder:
+        assert recorder.download("r1", tmp_path / "file").recording_id == "r1"
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+def test_what_a_recording_is_asked_to_be_arrives(serve: Any) -> None:
+    class Noting(Breaking):
+        asked: ClassVar[list[Any]] = []
+
+        def StartRecording(self, request: Any, context: Any) -> pb.StartRecordingResponse:
+            self.asked.append(request)
+            return pb.StartRecordingResponse(recording=INFO)
+
+        def StopRecording(self, request: Any, context: Any) -> pb.StopRecordingResponse:
+            self.asked.append(request)
+            return pb.StopRecordingResponse(recording=INFO)
+
+        def ListRecordings(self, request: Any, context: Any) -> pb.ListRecordingsResponse:
+            self.asked.append(request)
+            return pb.ListRecordingsResponse(recordings=[INFO])
+
+    with Recorder(serve(Noting(0, 0))) as recorder:
+        fields = {"include_token_ids": True, "note": "n", "rotate": True, "max_bytes": 7}
+        first = recorder.start("w", lookback_seconds=1.5, max_seconds=2.5, **fields)  # type: ignore[arg-type]
+        told = [first, recorder.stop("r1", worker_id="w"), *recorder.list("w")]
+        with pytest.raises(RequestError, match="max_bytes"):
+            recorder.start(max_bytes=-1)
+        with pytest.raises(RequestError, match="seconds"):
+            recorder.start(lookback_seconds=float("inf"))
+    assert [each.recording_id for each in told] == ["r1"] * 3
+    start, stop, listing = Noting.asked
+    assert start.lookback.ToMilliseconds() == 1500
+    assert start.max_duration.ToMilliseconds() == 2500
+    assert (start.worker_id, *(getattr(start, name) for name in fields)) == ("w", *fields.values())
+    assert (stop.worker_id, stop.recording_id, listing.worker_id) == ("w", "r1", "w")
 
 
 @pytest.mark.parametrize("old", [b"an earlier one", None])

@@ -13,7 +13,7 @@ import grpc
 
 from kvatlas.client.channel import DEFAULT_ADMIN_ADDRESS, SHORT_TIMEOUT_SECONDS, Target
 from kvatlas.client.credentials import Credentials
-from kvatlas.client.errors import from_rpc_error
+from kvatlas.client.errors import Incomplete, from_rpc_error
 from kvatlas.client.resume import is_transport_loss
 from kvatlas.v1 import server_pb2_grpc
 
@@ -64,7 +64,10 @@ class AdminChannel:
         timeout_seconds: float,
         on_progress: Progress,
     ) -> None:
-        """Pieces of a file into `path`; `size_of` the first piece of a call is that of the whole file."""
+        """Pieces of a file into `path`; `size_of` the first piece of a call is that of the whole file.
+
+        Raises Incomplete for a call that goes on elsewhere or brings nothing, though it ends well.
+        """
         size: int | None = None
         failures = 0
         with _whole(path) as file:
@@ -73,6 +76,8 @@ class AdminChannel:
                 call = method(request, timeout=timeout_seconds, metadata=self._target.metadata())
                 try:
                     for piece in call:
+                        if piece.first_byte != request.first_byte:
+                            raise Incomplete(f"byte {piece.first_byte} came, not {request.first_byte}")
                         size, is_first = size_of(piece) if is_first else size, False
                         file.write(piece.data)
                         request.first_byte = piece.first_byte + len(piece.data)
@@ -82,6 +87,9 @@ class AdminChannel:
                     failures = 0 if request.first_byte > before else failures + 1
                     if size is None or not is_transport_loss(failure) or failures > MAX_RETRIES:
                         raise failure from None
+                else:
+                    if is_first or before == request.first_byte < (size or 0):  # else it is asked for ever
+                        raise Incomplete(f"nothing came behind byte {before} of {size or 'a file'}")
                 finally:
                     call.cancel()
 
