@@ -1,4 +1,4 @@
-"""The handlers of GenerationService before fake workers, without a socket: what a call says and what it leaves."""
+"""The handlers of GenerationService before a fake worker, without a socket."""
 
 import asyncio
 import threading
@@ -17,6 +17,7 @@ from service.handlers.backstage import Backstage
 from service.handlers.generation import GenerationServicer
 from service.handlers.live import LiveCalls
 from service.handlers.prompts import Prompts
+from service.handlers.spans import Ending
 from service.health import HealthBoard
 from service.metrics import ServiceMetrics
 from service.request import AddStatus, Call, FinishCode, current_call
@@ -42,8 +43,11 @@ class Context:
     written: list[Any] = field(default_factory=list)
     heads: list[Any] = field(default_factory=list)
     gate: asyncio.Event | None = None
+    fails: bool = False
 
     async def write(self, message: Any) -> None:
+        if self.fails:
+            raise ZeroDivisionError
         if self.gate is not None:
             await self.gate.wait()
         self.written.append(message)
@@ -54,6 +58,19 @@ class Context:
 
     def events(self) -> list[str]:
         return [message.WhichOneof("event") for message in self.written]
+
+
+class Traces:
+    """Of all calls; each is told its end."""
+
+    def __init__(self) -> None:
+        self.ended: list[Ending] = []
+
+    def begin(self, call: Call) -> "Traces":
+        return self
+
+    def end(self, ending: Ending) -> None:
+        self.ended.append(ending)
 
 
 class Desk:
@@ -71,6 +88,7 @@ class Desk:
         self.metrics = ServiceMetrics(CollectorRegistry(), version="0", commit="")
         self.live, self.admission, self.quota = LiveCalls(), Admission(max_calls), Quota()
         self.quota.limit(0, 0)
+        self.traces = Traces()
         self.call = Call("/kvatlas.v1.GenerationService/Any", quota=self.quota, principal="p")
         current_call.set(self.call)
         self.board = HealthBoard(asyncio.get_running_loop())
@@ -81,7 +99,9 @@ class Desk:
         )
         backstage = Backstage(
             config=cast(Any, config),
-            **dict(version="0", commit="", start_time_ns=0),
+            version="0",
+            commit="",
+            start_time_ns=0,
             pool=cast(Any, Pool(self.link)),
             prompts=self.prompts,
             metrics=self.metrics,
@@ -92,20 +112,19 @@ class Desk:
             live=self.live,
             constraints=None,
             drain=cast(Any, None),
+            tracing=cast(Any, self.traces),
         )
         self.servicer = GenerationServicer(backstage, cast(Any, None))
 
     def stream(self, context: Context, **fields: Any) -> "asyncio.Task[None]":
-        """A stream under way; `fields` of its spec, and `stream`."""
-        options = fields.pop("stream", None)
-        request = pb.StreamGenerateRequest(spec=spec(**fields), stream=options)
+        """A stream under way; `fields` of its spec, and `stream` and `resume_after`."""
+        beside = {name: fields.pop(name, None) for name in ("stream", "resume_after")}
+        request = pb.StreamGenerateRequest(spec=spec(**fields), **beside)
         return asyncio.ensure_future(self.servicer.StreamGenerate(request, context))
 
     def whole(self, context: Context, **fields: Any) -> "asyncio.Task[pb.GenerateResponse]":
         """A call whose answer comes whole."""
-        return asyncio.ensure_future(
-            self.servicer.Generate(pb.GenerateRequest(spec=spec(**fields)), context)
-        )
+        return asyncio.ensure_future(self.servicer.Generate(pb.GenerateRequest(spec=spec(**fields)), context))
 
     @asynccontextmanager
     async def held_prompts(self) -> AsyncIterator[None]:
