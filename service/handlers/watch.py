@@ -101,9 +101,8 @@ class MapWatcher:
             await self._tell_life()
 
     def _resume(self, after: Revision) -> bool:
-        if self._options.wants_events:
-            has_events = self._kept.ring.after(after.number, limit=0) is not None
-            return has_events and after.epoch == self._mirror.revision.epoch and self._watch.resume(after)
+        if self._options.wants_events and self._kept.ring.after(after.number, limit=0) is None:
+            return False
         return self._watch.resume(after)
 
     async def _tell(self) -> None:

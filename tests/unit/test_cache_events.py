@@ -13,6 +13,7 @@ from kvatlas.worker.v1 import worker_pb2
 from service.fleet import mirrors
 from service.fleet.feed import NO_PAGE
 from service.fleet.page_mirror import Standing
+from service.handlers import watch
 from service.handlers.cache_messages import page_event
 from service.request import LostReason
 from service.testing_cache import (
@@ -92,6 +93,35 @@ def test_a_watch_of_events_goes_on_behind_the_one_it_has_where_they_are_still_th
             task = await stage.watch(context, mode=pb.WATCH_MODE_EVENTS, resume_after=after)
             assert context.written[0].snapshot.cause == cause
             task.cancel()
+        lagged = stage.metrics.registry.get_sample_value("kvatlas_page_watch_lagged_total")
+        assert lagged == 0, "it was told so before it read anything"
+
+    asyncio.run(work())
+
+
+def test_many_events_come_in_parts_and_none_before_its_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "EVENTS_PER_MESSAGE", 4)
+
+    async def work() -> None:
+        link = ScriptedLink(page_count=50)
+        stage, context = CacheStage(link), ScriptedContext()
+        await stage.welcome()
+        task = await stage.watch(context, mode=pb.WATCH_MODE_EVENTS, heartbeat_interval=Duration(seconds=60))
+        for page in range(10):
+            link.touch(page, ACTIVE, owner=1)
+        delta = link.delta()
+        link.touch(11, ACTIVE, owner=1)
+        stage.mirrors.link_fed(cast(Any, link), b"e", link.event_feed(0))
+        stage.mirrors.link_fed(cast(Any, link), b"d", delta)
+        await until(lambda: len(context.written) == 4, limit=50)
+        assert [len(message.events.types) for message in context.written] == [0, 4, 4, 2]
+        assert [message.base_number for message in context.written[1:]] == [0, 4, 8]
+        assert [message.revision.step for message in context.written[1:]] == [4, 8, 10]
+        assert all(message.stats.active_pages == 10 for message in context.written[1:])
+        assert {message.observe_time.seconds for message in context.written} == {1010}
+        stage.feed(link)
+        await until(lambda: len(context.written) == 5, limit=50)
+        task.cancel()
 
     asyncio.run(work())
 

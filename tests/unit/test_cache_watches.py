@@ -11,7 +11,9 @@ from google.protobuf.duration_pb2 import Duration
 from kvatlas.client.page_map import PageMap
 from kvatlas.v1 import cache_pb2 as pb
 from kvatlas.worker.v1 import worker_pb2
-from service.handlers import cache
+from service.fleet.mirrors import KeptMirror
+from service.fleet.page_mirror import Standing
+from service.handlers import cache, cache_messages
 from service.request import LostReason
 from service.testing_cache import (
     ACTIVE,
@@ -66,6 +68,8 @@ def test_a_watch_is_a_snapshot_in_parts_and_then_merged_deltas() -> None:
         stage.feed(link)
         await until(lambda: len(context.written) == 4)
         delta = context.written[3]
+        assert [message.stats.active_pages for message in context.written] == [1, 1, 1, 3]
+        assert {message.observe_time.seconds for message in context.written} == {1010}
         assert (delta.base_number, delta.revision.number, delta.delta.merged_events) == (1, 3, 2)
         assert np.frombuffer(delta.delta.page_ids, "<u4").tolist() == [6, 69_999]
         assert_equal(follow(context.written), link)
@@ -154,6 +158,38 @@ def test_a_lost_delta_and_a_new_life_give_new_snapshots_with_their_cause() -> No
     asyncio.run(work())
 
 
+def test_a_map_that_was_lost_again_while_a_watch_wrote_is_not_told() -> None:
+    async def work() -> None:
+        link = ScriptedLink(page_count=50)
+        stage, context = CacheStage(link), ScriptedContext()
+        await stage.welcome()
+        task = await stage.watch(context)
+        gate = context.gate = asyncio.Event()
+        link.touch(1, ACTIVE)
+        stage.feed(link)
+        await until(lambda: len(context.written) == 2)  # and is not taken
+        kept = stage.mirrors.kept[0]
+        for _ in range(2):
+            link.touch(2, ACTIVE)
+            link.delta()  # lost
+            link.touch(3, ACTIVE)
+            stage.feed(link)
+            link.fails_with = worker_pb2.CommandReply() if kept.resyncs["gap"] else None
+            await until(lambda: kept.resyncs["gap"] == 1)
+        assert kept.mirror.standing is Standing.BEHIND
+        gate.set()
+        await until(lambda: not kept.mirror.readers[0]._wake.__self__.is_set())  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+        assert (len(context.written), task.done()) == (2, False)
+        link.fails_with = None
+        await until(lambda: len(context.written) == 3 or task.done())
+        assert context.written[2].snapshot.cause == pb.SNAPSHOT_CAUSE_RESYNCED
+        assert_equal(follow(context.written), link)
+        task.cancel()
+
+    asyncio.run(work())
+
+
 def test_a_watch_goes_on_after_the_revision_it_has() -> None:
     async def work() -> None:
         link = ScriptedLink(page_count=50)
@@ -199,22 +235,34 @@ def test_a_watch_goes_on_after_the_revision_it_has() -> None:
     asyncio.run(work())
 
 
-def test_heartbeats_come_while_the_feed_lives_and_stop_with_it() -> None:
+def test_heartbeats_come_while_the_feed_lives_and_stop_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A watcher sees by the silence that nobody knows how the pool stands."""
+    monkeypatch.setattr(cache, "MIN_HEARTBEAT_SECONDS", 0.1)
+    looks: list[bool] = []
+    is_live = vars(KeptMirror)["is_live"].fget
+    monkeypatch.setattr(
+        KeptMirror, "is_live", property(lambda kept: looks.append(is_live(kept)) or looks[-1])
+    )
 
     async def work() -> None:
         link = ScriptedLink(page_count=5)
         stage, context = CacheStage(link), ScriptedContext()
         await stage.welcome()
         request = pb.WatchPageMapRequest()
-        request.heartbeat_interval.FromSeconds(1)
+        request.heartbeat_interval.FromMilliseconds(100)
         task = asyncio.ensure_future(stage.servicer.WatchPageMap(request, context))
         await until(lambda: len(context.written) >= 2)
         beat = context.written[1]
         assert (beat.WhichOneof("event"), beat.base_number, beat.revision.number) == ("heartbeat", 0, 0)
+        link.touch(1, ACTIVE)
+        stage.feed(link)
+        await until(lambda: [m.WhichOneof("event") for m in context.written[-2:]] == ["delta", "heartbeat"])
+        assert (context.written[-1].base_number, context.written[-1].revision.number) == (1, 1)
+        assert all(m.HasField("stats") and m.observe_time.seconds == 1010 for m in context.written)
         link.is_up, count = False, len(context.written)
-        await asyncio.sleep(1.3)
+        await asyncio.sleep(0.8)
         assert len(context.written) == count
+        assert 0 < looks.count(False) < 20, "thousands where it does not rest"
         task.cancel()
 
     asyncio.run(work())
@@ -234,6 +282,54 @@ def test_planes_and_sequences_are_left_out_on_request() -> None:
         snapshot, delta = context.written[0].snapshot, context.written[1].delta
         assert (snapshot.chunks_left, len(snapshot.pages.states), snapshot.pages.owners) == (0, 5, b"")
         assert (delta.pages.states, delta.pages.flags, len(delta.sequences)) == (bytes([ACTIVE]), b"", 0)
+        task.cancel()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("with_sequences", [True, False])
+def test_what_a_watch_does_not_show_is_no_news_and_a_revision_without_any_is_told(
+    with_sequences: bool,
+) -> None:
+    async def work() -> None:
+        link = ScriptedLink(page_count=5)
+        stage, context = CacheStage(link), ScriptedContext()
+        await stage.welcome()
+        rarely = Duration(seconds=60)
+        task = await stage.watch(context, include_sequences=with_sequences, heartbeat_interval=rarely)
+        news = cast(Any, stage.mirrors.kept[0].mirror.readers[0])._wake.__self__
+        link.sequence(1, [2])
+        stage.feed(link)
+        await until(lambda: not news.is_set())
+        assert [len(each.delta.sequences) for each in context.written[1:]] == [1] * with_sequences
+        link.number += 1
+        stage.feed(link)
+        await until(lambda: len(context.written) == 2 + with_sequences)
+        last = context.written[-1]
+        assert (last.base_number, last.revision.number, last.delta.merged_events) == (0, 1, 1)
+        task.cancel()
+
+    asyncio.run(work())
+
+
+def test_a_change_that_no_message_holds_is_told_as_a_snapshot_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cache_messages, "MAX_DELTA_BYTES", 10)
+
+    async def work() -> None:
+        link = ScriptedLink(page_count=50)
+        stage, context = CacheStage(link), ScriptedContext()
+        await stage.welcome()
+        task = await stage.watch(context)
+        link.touch(1, ACTIVE)
+        stage.feed(link)
+        await until(lambda: len(context.written) == 2)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        (told,) = context.written[1:]
+        assert told.snapshot.cause == pb.SNAPSHOT_CAUSE_LAGGED
+        assert_equal(follow(context.written), link)
         task.cancel()
 
     asyncio.run(work())
@@ -272,7 +368,9 @@ def test_a_watch_that_may_not_speak_yet_hears_of_the_drain_all_the_same(
         await until(lambda: bool(context.written))
         link.touch(1, ACTIVE)
         stage.feed(link)
-        await asyncio.sleep(0)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(context.written) == 1, "it may not speak yet"
         stage.board.set_draining(True)
         assert (await refused(asyncio.wait_for(task, 60))).reason == "DRAINING"
 
@@ -294,6 +392,8 @@ def test_who_watches_a_worker_that_is_removed_is_told_at_once(mode: Any) -> None
         stage.mirrors.link_removed(cast(Any, link))
         failure = await refused(asyncio.wait_for(task, 50))
         assert (failure.reason, "gone for good" in failure.message) == ("WORKER_NOT_FOUND", True)
+        timers = cast(Any, asyncio.get_running_loop())._scheduled
+        assert all(timer.cancelled() for timer in timers), "each turn left one behind, for a minute"
         assert stage.watches.active == 0
 
     asyncio.run(work())
