@@ -2,6 +2,7 @@
 
 import errno
 import os
+import select
 import socket
 import threading
 import time
@@ -136,12 +137,14 @@ def test_a_socket_that_took_everything_wakes_nobody(bench: Bench) -> None:
 
 def test_a_queue_has_an_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_module, "HIGH_WATER_MARK", 5)
-    bench.stranger(zmtp.GREETING + zmtp.ready("DEALER", b"stuck") + zmtp.frame(b"here"))
+    stuck = bench.stranger(zmtp.GREETING + zmtp.ready("DEALER", b"stuck") + zmtp.frame(b"here"))
     bench.receive()
     bench.router.send(b"stuck", bytes(10 << 20))
     for _ in range(5):
         bench.router.send(b"stuck", b"waits")
     assert bench.refuses(b"stuck") == "its queue is full"
+    stuck.sendall(zmtp.frame(b"enough"))
+    assert bench.receive() == (b"stuck", b"enough"), "who does not read may speak all the same"
 
 
 def test_a_queue_of_large_messages_has_an_end_in_bytes(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,11 +272,13 @@ def test_a_connection_that_has_gone_before_it_was_accepted_changes_nothing(
                 raise error()
             return real.accept()
 
-    monkeypatch.setattr(bench.router, "_listener", Listener())
+    listener = Listener()
+    monkeypatch.setattr(bench.router, "_listener", listener)
     dealer = bench.dealer(b"a")
     dealer.send(b"here")
+    bench.serve_until(lambda: listener.num_asked == 1)
+    assert bench.router._listens_at is None, "it hears the next one at once"
     assert bench.receive() == (b"a", b"here")
-    assert bench.router._listens_at is None
 
 
 @pytest.mark.parametrize("reads", [True, False])
@@ -296,6 +301,26 @@ def test_who_has_gone_while_it_was_held_up_is_dropped_once(bench: Bench) -> None
     assert bench.router.receive() is None
     assert bench.refuses(b"a") == "unreachable: it has left"
     assert not bench.router._connections
+
+
+def test_who_goes_without_a_word_is_dropped_before_and_behind_its_greeting(bench: Bench) -> None:
+    bench.stranger().close()
+    bench.router.wait(WAIT_SECONDS, reads=True)
+    assert bench.router.receive() is None  # accepted, and there is nobody to greet
+    assert len(bench.router._connections) == 1
+    bench.serve_until(lambda: not bench.router._connections)
+    stranger = bench.stranger()
+    bench.serve_until(lambda: bool(bench.router._connections))
+    stranger.close()  # with the greeting unread: a reset
+    bench.serve_until(lambda: not bench.router._connections)
+
+
+def test_what_a_wait_had_found_of_another_with_that_descriptor_ends_no_connection(bench: Bench) -> None:
+    bench.dealer(b"a").send(b"here")
+    bench.receive()
+    (descriptor,) = bench.router._connections
+    bench.router._serve(descriptor, select.EPOLLIN | select.EPOLLOUT)
+    assert bench.refuses(b"a") == ""
 
 
 def test_who_has_gone_unseen_is_dropped_by_what_is_sent_to_it(bench: Bench) -> None:
@@ -335,6 +360,7 @@ def test_a_wait_is_over_while_something_that_was_read_is_not_received(bench: Ben
 
 
 def test_what_waits_has_time_to_go_when_it_closes(bench: Bench) -> None:
+    bench.stranger()  # for whom nothing waits
     reader = bench.stranger(zmtp.GREETING + zmtp.ready("DEALER", b"a") + zmtp.frame(b"here"))
     bench.receive()
     bench.router.send(b"a", bytes(1_000_000))
