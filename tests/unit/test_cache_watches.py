@@ -386,15 +386,16 @@ def test_who_watches_a_worker_that_is_removed_is_told_at_once(mode: Any) -> None
         link = ScriptedLink(page_count=5)
         stage = CacheStage(link)
         await stage.welcome()
-        rarely = Duration(seconds=60)
+        rarely, loop = Duration(seconds=60), cast(Any, asyncio.get_running_loop())
         task = await stage.watch(ScriptedContext(), mode=mode, heartbeat_interval=rarely)
+        far = loop.time() + 30
+        await until(lambda: any(t.when() > far and not t.cancelled() for t in loop._scheduled), limit=20)
         link.is_up = False
         stage.mirrors.link_lost(cast(Any, link), LostReason.CRASH)
         stage.mirrors.link_removed(cast(Any, link))
         failure = await refused(asyncio.wait_for(task, 50))
         assert (failure.reason, "gone for good" in failure.message) == ("WORKER_NOT_FOUND", True)
-        timers = cast(Any, asyncio.get_running_loop())._scheduled
-        assert all(timer.cancelled() for timer in timers), "each turn left one behind, for a minute"
+        assert all(timer.cancelled() for timer in loop._scheduled), "each turn left one, for a minute"
         assert stage.watches.active == 0
 
     asyncio.run(work())
