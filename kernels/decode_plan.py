@@ -26,6 +26,9 @@ RECORD = 8
 """int32 of an entry of the list: span, row, first token, end, index among the span's chunks, their number,
 position of the span's last token; the rest is padding."""
 
+NO_ROW = -1
+"""In place of the dummy row: there is no padding."""
+
 FEW_SPANS = 4
 ROOM = 48
 """Tokens that a tile could have read while it begins: a span takes so much more of a stretch."""
@@ -151,10 +154,6 @@ def make_plan(
         chunk_scale=chunk_scale,
         launch=launch,
     )
-
-
-NO_ROW = -1
-"""In place of the dummy row: there is no padding."""
 
 
 def plan_decode(plan: DecodePlan, rows: Tensor, kv_lens: Tensor, *, dummy_row: int = NO_ROW) -> None:

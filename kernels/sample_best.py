@@ -13,7 +13,7 @@ import triton.language as tl
 from kernels.sample_noise import log_noise, philox_words
 
 NOTHING = tl.constexpr(-2139095041)
-"""No score yet: minus infinity, in order (in_order)."""
+"""No score yet: minus infinity, in order (_in_order)."""
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def best_of_part(
     best = tl.full([], float("-inf"), tl.float32)
     best_id = tl.full([], -1, tl.int32)
     # By an atomic, too: all threads must see one value, for they go round the loop together.
-    rival = in_order(tl.atomic_max(row_best, NOTHING, sem="relaxed")).to(tl.float32, bitcast=True)
+    rival = _in_order(tl.atomic_max(row_best, NOTHING, sem="relaxed")).to(tl.float32, bitcast=True)
     top = tl.max(bounds, 0)
     while (top >= _reach(tl.maximum(best, rival), is_random)) & (top > float("-inf")):
         place = tl.max(tl.where(bounds == top, lane, -1), 0)
@@ -98,8 +98,8 @@ def best_of_part(
             row, begin + place, end, vocab_size, temperature, lowest, key, best, best_id, COUNTERS
         )
         # Other parts need not look below it: else the unluckiest of thousands would look at dozens of lanes.
-        before = tl.atomic_max(row_best, in_order(best.to(tl.int32, bitcast=True)), sem="relaxed")
-        rival = in_order(before).to(tl.float32, bitcast=True)
+        before = tl.atomic_max(row_best, _in_order(best.to(tl.int32, bitcast=True)), sem="relaxed")
+        rival = _in_order(before).to(tl.float32, bitcast=True)
         bounds = tl.where(lane == place, float("-inf"), bounds)
         top = tl.max(bounds, 0)
     is_bad = tl.max(tl.where(highest < float("inf"), 0, 1), 0)
@@ -107,7 +107,7 @@ def best_of_part(
 
 
 @triton.jit
-def in_order(bits):
+def _in_order(bits):
     """A float's bits as an integer that is the greater the float is, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 

@@ -29,6 +29,15 @@ from service.testing_cache import (
 )
 
 
+async def watched(
+    link: ScriptedLink, **options: Any
+) -> tuple[CacheStage, ScriptedContext, asyncio.Task[None]]:
+    """A service before a worker, and a watch of its map that has begun."""
+    stage, context = CacheStage(link), ScriptedContext()
+    await stage.welcome()
+    return stage, context, await stage.watch(context, **options)
+
+
 def follow(messages: list[Any]) -> PageMap:
     """What the client library makes of a watch."""
     copy = PageMap()
@@ -52,9 +61,7 @@ def test_a_watch_is_a_snapshot_in_parts_and_then_merged_deltas() -> None:
         link = ScriptedLink()
         link.touch(5, ACTIVE, owner=1)
         link.sequence(1, [5])
-        stage, context = CacheStage(link), ScriptedContext()
-        await stage.welcome()
-        task = await stage.watch(context)
+        stage, context, task = await watched(link)
         assert context.has_metadata
         await until(lambda: len(context.written) == 3)
         parts = [message.snapshot for message in context.written]
@@ -84,9 +91,7 @@ def test_a_watcher_that_reads_slowly_gets_one_message_for_all_that_happened() ->
 
     async def work() -> None:
         link = ScriptedLink(page_count=1000)
-        stage, context = CacheStage(link), ScriptedContext()
-        await stage.welcome()
-        task = await stage.watch(context)
+        stage, context, task = await watched(link)
         await until(lambda: len(context.written) == 1)
         context.gate = asyncio.Event()
         link.touch(1, ACTIVE)
@@ -136,9 +141,7 @@ def test_a_slow_snapshot_shows_one_moment_and_the_delta_after_it_the_rest() -> N
 def test_a_lost_delta_and_a_new_life_give_new_snapshots_with_their_cause() -> None:
     async def work() -> None:
         link = ScriptedLink(page_count=50)
-        stage, context = CacheStage(link), ScriptedContext()
-        await stage.welcome()
-        task = await stage.watch(context)
+        stage, context, task = await watched(link)
         link.touch(1, ACTIVE)
         link.delta()  # lost
         link.touch(2, ACTIVE)
@@ -162,9 +165,7 @@ def test_a_lost_delta_and_a_new_life_give_new_snapshots_with_their_cause() -> No
 def test_a_map_that_was_lost_again_while_a_watch_wrote_is_not_told() -> None:
     async def work() -> None:
         link = ScriptedLink(page_count=50)
-        stage, context = CacheStage(link), ScriptedContext()
-        await stage.welcome()
-        task = await stage.watch(context)
+        stage, context, task = await watched(link)
         gate = context.gate = asyncio.Event()
         link.touch(1, ACTIVE)
         stage.feed(link)
@@ -194,9 +195,7 @@ def test_a_map_that_was_lost_again_while_a_watch_wrote_is_not_told() -> None:
 def test_a_watch_goes_on_after_the_revision_it_has() -> None:
     async def work() -> None:
         link = ScriptedLink(page_count=50)
-        stage, first = CacheStage(link), ScriptedContext()
-        await stage.welcome()
-        task = await stage.watch(first)
+        stage, first, task = await watched(link)
         link.touch(1, ACTIVE)
         stage.feed(link)
         await until(lambda: len(first.written) == 2)
@@ -273,9 +272,7 @@ def test_planes_and_sequences_are_left_out_on_request() -> None:
     async def work() -> None:
         link = ScriptedLink(page_count=5)
         link.sequence(1, [2])
-        stage, context = CacheStage(link), ScriptedContext()
-        await stage.welcome()
-        task = await stage.watch(context, planes=["states"], include_sequences=False)
+        stage, context, task = await watched(link, planes=["states"], include_sequences=False)
         link.touch(2, ACTIVE)
         link.sequence(1, [2, 3])
         stage.feed(link)
@@ -320,9 +317,7 @@ def test_a_change_that_no_message_holds_is_told_as_a_snapshot_in_parts(
 
     async def work() -> None:
         link = ScriptedLink(page_count=50)
-        stage, context = CacheStage(link), ScriptedContext()
-        await stage.welcome()
-        task = await stage.watch(context)
+        stage, context, task = await watched(link)
         link.touch(1, ACTIVE)
         stage.feed(link)
         await until(lambda: len(context.written) == 2)

@@ -5,16 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.estimate_task import estimate_task
 from worker.execution.testing import small_config
 from worker.readers import samples
 from worker.readers.prefix_keys import PrefixKeys
 from worker.readers.recorder import RecordingOptions
 from worker.readers.samples import PoolLook, RequestLog
-from worker.trace.counts import Setting
-from worker.trace.estimate import EstimateTask, estimate
+from worker.trace.estimate import estimate
 from worker.trace.loading import load
 from worker.trace.testing import RecordedWorker
-from worker.trace.workload import Limits
 
 LOOKS = ((1_000_000, 10), (4_700_000, 20), (5_700_000, 40), (6_700_000, 70))  # time, evictions
 
@@ -69,13 +68,7 @@ def test_evictions_are_counted_from_the_last_look_before_the_window(
     window_us: int, evictions: int | None
 ) -> None:
     """It said 0 of a window with a single look."""
-    task = EstimateTask(
-        settings=(Setting(8, 16, "lru"),),
-        limits=Limits(8, 256, 512),
-        page_size=16,
-        num_pages=8,
-        policy="lru",
-        granularity=8,
+    task = estimate_task(
         end_us=7_200_000,
         window_us=window_us,
         is_whole=True,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.quiet_turn import quiet_turn
 from worker.channels import Handover
 from worker.pages.events import EventRing, PageEventKind
 from worker.pages.pool import PagePool
@@ -13,7 +14,7 @@ from worker.readers.audit import AuditRound, Finding
 from worker.readers.delta import totals
 from worker.readers.observation import Observation
 from worker.readers.observer import Fold, Observer
-from worker.stats import EngineCounts, Growth, LoadView, PoolTotals, StepStats
+from worker.stats import EngineCounts, LoadView, PoolTotals, StepStats
 
 NUM_PAGES, PAGE_SIZE = 4, 16
 
@@ -83,16 +84,9 @@ class Bench:
             sequences=(),
             **{name: getattr(planes, name) for name in Planes.__slots__},
         )
-        observation = Observation(
+        observation = quiet_turn(
             revision=self.ring.number,
             time_us=time_us,
-            changes=(),
-            growth=Growth(),
-            ended=(),
-            started=(),
-            ended_owners=array("H"),
-            progress_owners=array("H"),
-            progress_tokens=array("I"),
             counts=EngineCounts(capacity_evictions_total=3),
             rows_used=2,
             idle_seconds=1.5,

@@ -1,17 +1,17 @@
 """What a scrape costs: nothing that grows with pages or with requests served."""
 
 import time
-from array import array
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+from tests.quiet_turn import quiet_turn
 from worker.channels import Handover
 from worker.description import ModelDescription, PoolDescription, WorkerDescription
 from worker.pages.events import EventRing, PageEventKind
 from worker.readers.metrics import WorkerCollector
 from worker.readers.observation import Observation
 from worker.readers.observer import Fold, Observer
-from worker.stats import EngineCounts, Growth, PoolTotals, StepStats
+from worker.stats import PoolTotals, StepStats
 
 NUM_PAGES = 1_000_000
 MOST_SECONDS = 0.020
@@ -67,19 +67,9 @@ class Served:
             self.ring.append(PageEventKind.ALLOCATED, page, 1, 1)
             self.ring.append(PageEventKind.RELEASED, page, 1, 0)
             self.ring.append(PageEventKind.FREED, page, 1, 0)
-        observation = Observation(
+        observation = quiet_turn(
             revision=self.ring.number,
             time_us=self.ring.time_us,
-            changes=(),
-            growth=Growth(),
-            ended=(),
-            started=(),
-            ended_owners=array("H"),
-            progress_owners=array("H"),
-            progress_tokens=array("I"),
-            counts=EngineCounts(),
-            rows_used=0,
-            idle_seconds=0.0,
             steps=[StepStats(1, 0.01, 1, 0, 1)] * num_requests,
             bills=[0.5] * num_requests,
         )

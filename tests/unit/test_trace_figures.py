@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.estimate_task import estimate_task
 from worker.ids import SequenceId
 from worker.readers.samples import LoggedEnd, LoggedRequest
 from worker.scheduling.output import PrefixCounts, SequenceStart
@@ -13,7 +14,7 @@ from worker.scheduling.step import Step
 from worker.trace import mooncake
 from worker.trace.building import trace_requests
 from worker.trace.counts import NUM_STRETCHES, Counts, Setting
-from worker.trace.estimate import EstimateTask, estimate
+from worker.trace.estimate import estimate
 from worker.trace.observed import observe
 from worker.trace.step_time import MIN_STEPS, StepTime, fit
 from worker.trace.what_if import (
@@ -259,14 +260,7 @@ def test_estimated_and_observed_are_of_the_same_stretch(
 ) -> None:
     """Requests of the seconds 3 to 9 of twelve; one that comes where it begins is in it."""
     requests = at_each_second(3, 9)
-    setting = Setting(8, 16, "lru")
-    task = EstimateTask(
-        settings=(setting,),
-        limits=Limits(8, 256, 512),
-        page_size=16,
-        num_pages=8,
-        policy="lru",
-        granularity=8,
+    task = estimate_task(
         end_us=12_000_000,
         window_us=window_s * 1_000_000,
         is_whole=is_whole,
